@@ -1,0 +1,3 @@
+"""LION: bidirectional encoders at linear cost, as a Hugging Face Transformers model family."""
+
+__version__ = "0.1.0"
