@@ -1,0 +1,652 @@
+"""PyTorch LION model."""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPooling,
+    MaskedLMOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.modeling_utils import PreTrainedModel
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, auto_docstring, logging
+from transformers.utils.generic import can_return_tuple, maybe_autocast, merge_with_config_defaults
+from transformers.utils.import_utils import is_tracing
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention_lion import ATTENTION_MODES, choose_mode, lion_attention
+from .configuration_lion import LionConfig
+
+
+logger = logging.get_logger(__name__)
+
+
+class LionEmbeddings(nn.Module):
+    """Word, token type and, where the configuration has them, absolute position embeddings."""
+
+    def __init__(self, config: LionConfig):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.position_embeddings = None
+        if config.position_embedding_type == "absolute":
+            self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        embeddings = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        if token_type_ids is None:
+            token_type_ids = torch.zeros(embeddings.shape[:2], dtype=torch.long, device=embeddings.device)
+        embeddings = embeddings + self.token_type_embeddings(token_type_ids)
+        if self.position_embeddings is not None:
+            embeddings = embeddings + self.position_embeddings(self._position_ids(position_ids, embeddings))
+        return self.dropout(self.norm(embeddings))  # (batch, length, hidden_size)
+
+    def _position_ids(self, position_ids, embeddings):
+        if position_ids is not None:
+            return position_ids
+        length, longest = embeddings.shape[1], self.position_embeddings.num_embeddings
+        if length > longest:
+            raise ValueError(
+                f"The sequence has {length} tokens, but absolute position embeddings end at "
+                f"`max_position_embeddings` = {longest}"
+            )
+        return torch.arange(length, device=embeddings.device)[None]
+
+
+class LionAttention(nn.Module):
+    """Projections, decays and feature map around the operator of `attention_lion`."""
+
+    def __init__(self, config: LionConfig):
+        super().__init__()
+        self.config = config
+        self.num_heads = config.num_attention_heads
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        # Row normalisation cancels any scale.
+        self.scaling = 1.0 if config.normalize else self.head_dim**-0.5
+
+        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.qkv_bias)
+        # Decays stay in float32 whatever the dtype of the model: close to 1 half precision cannot tell them apart.
+        if config.decay_type == "fixed":
+            self.decay = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
+        elif config.decay_type == "selective":
+            self.gate_proj = nn.Linear(config.hidden_size, self.num_heads, dtype=torch.float32)
+        self.norm = nn.LayerNorm(config.hidden_size) if config.attention_output_norm else nn.Identity()
+        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mode: str = "parallel",
+        output_attentions: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        qkv = self.qkv_proj(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()  # (batch, heads, length, head_dim) each
+        dropout_p = self.config.attention_probs_dropout_prob if self.training and attn_mode == "parallel" else 0.0
+
+        output = lion_attention(
+            self._map_features(query) * self.scaling,
+            self._map_features(key),
+            value,
+            self._log_decay(hidden_states),
+            mode=attn_mode,
+            chunk_size=self.config.chunk_size,
+            key_mask=attention_mask,
+            normalize=self.config.normalize,
+            dropout_p=dropout_p,
+            return_weights=output_attentions,
+        )
+        output, weights = output if output_attentions else (output, None)
+        output = output.transpose(1, 2).flatten(2)  # (batch, length, hidden_size)
+        return self.out_proj(self.norm(output)), weights
+
+    def _map_features(self, x):
+        if self.config.feature_map == "elu":
+            return nn.functional.elu(x) + 1.0
+        if self.config.feature_map == "silu":
+            x = nn.functional.silu(x) + 0.5
+            return x / x.norm(dim=-1, keepdim=True)
+        return x
+
+    def _log_decay(self, hidden_states):
+        """Log-decays in float32: `None`, `(heads,)` or `(batch, heads, length)`."""
+        if self.config.decay_type == "none":
+            return None
+        if self.config.decay_type == "fixed":
+            return nn.functional.logsigmoid(_at_least_float32(self.decay))
+        with maybe_autocast(hidden_states.device.type, enabled=False):
+            gates = self.gate_proj(hidden_states.to(self.gate_proj.weight.dtype))
+        return nn.functional.logsigmoid(-_at_least_float32(gates)).transpose(1, 2)
+
+
+def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class LionMLP(nn.Module):
+    def __init__(self, config: LionConfig):
+        super().__init__()
+        self.activation_fn = ACT2FN[config.hidden_act]
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.activation_fn(self.fc1(hidden_states)))
+
+
+class LionLayer(GradientCheckpointingLayer):
+    def __init__(self, config: LionConfig):
+        super().__init__()
+        self.norm_position = config.norm_position
+        self.attention = LionAttention(config)
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = LionMLP(config)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mode: str = "parallel",
+        output_attentions: bool = False,
+    ) -> torch.Tensor:
+        if self.norm_position == "pre":
+            attention_output, _ = self.attention(
+                self.attention_norm(hidden_states), attention_mask, attn_mode, output_attentions
+            )
+            hidden_states = hidden_states + self.dropout(attention_output)
+            return hidden_states + self.dropout(self.mlp(self.mlp_norm(hidden_states)))
+
+        attention_output, _ = self.attention(hidden_states, attention_mask, attn_mode, output_attentions)
+        hidden_states = self.attention_norm(hidden_states + self.dropout(attention_output))
+        return self.mlp_norm(hidden_states + self.dropout(self.mlp(hidden_states)))
+
+
+class LionPooler(nn.Module):
+    """One vector per sequence, from its first token or from the mean over its tokens (`classifier_pooling`)."""
+
+    def __init__(self, config: LionConfig):
+        super().__init__()
+        self.pooling = config.classifier_pooling
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = nn.Tanh()
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        pool = self._first if self.pooling == "cls" else self._mean
+        return self.activation(self.dense(pool(hidden_states, attention_mask)))  # (batch, hidden_size)
+
+    @staticmethod
+    def _first(hidden_states, attention_mask):
+        if attention_mask is None:
+            return hidden_states[:, 0]
+        first = attention_mask.int().argmax(-1)  # padding may be on the left
+        return hidden_states[torch.arange(len(first), device=first.device), first]
+
+    @staticmethod
+    def _mean(hidden_states, attention_mask):
+        if attention_mask is None:
+            return hidden_states.mean(1)
+        # Sums of long sequences need more digits than half precision has.
+        tokens = _at_least_float32(hidden_states).masked_fill(~attention_mask[..., None], 0.0)
+        count = attention_mask.sum(-1, keepdim=True).clamp(min=1)
+        return (tokens.sum(1) / count).to(hidden_states.dtype)
+
+
+class LionPredictionHead(nn.Module):
+    def __init__(self, config: LionConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation_fn = ACT2FN[config.hidden_act]
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.activation_fn(self.dense(hidden_states)))
+
+
+@auto_docstring
+class LionPreTrainedModel(PreTrainedModel):
+    config: LionConfig
+    base_model_prefix = "lion"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LionEmbeddings", "LionLayer"]
+    _keep_in_fp32_modules_strict = ["decay", "gate_proj"]
+    _can_compile_fullgraph = True
+    _can_record_outputs = {
+        "hidden_states": LionLayer,
+        "attentions": LionAttention,
+    }
+
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, LionAttention):
+            self._init_decays(module)
+
+    def _init_decays(self, attention: LionAttention):
+        if self.config.decay_type == "none":
+            return
+        fixed = self.config.decay_type == "fixed"
+        if self.config.decay_init == "multiscale":
+            logits = multiscale_decay_logits(self.config.num_attention_heads, self.config.max_position_embeddings)
+            # The gate of LION-S is the complement: the decay is 1 - σ(W x + b).
+            init.copy_(attention.decay if fixed else attention.gate_proj.bias, logits if fixed else -logits)
+        elif fixed:
+            init.normal_(attention.decay)
+
+    def set_attn_mode(self, attn_mode: str):
+        """
+        Choose the form in which attention is computed from now on. Results stay the same.
+
+        Args:
+            attn_mode (`str`):
+                `"parallel"`, `"chunk"`, `"rnn"`, or `"auto"` to choose by length.
+        """
+        self.config.attn_mode = _check_attn_mode(attn_mode)
+
+
+def multiscale_decay_logits(num_heads: int, longest: int) -> torch.Tensor:
+    """Logits, `(num_heads,)`, of decays exp(-1 / τ) with time constants τ log-spaced from 4 to `longest` tokens."""
+    rates = torch.logspace(0, -1, num_heads, base=max(longest / 4, 1.0), dtype=torch.float64) / 4
+    return -torch.log(torch.expm1(rates)).float()  # the logit of e^-r is -log(e^r - 1)
+
+
+def _check_attn_mode(attn_mode: str) -> str:
+    accepted = ("auto", *ATTENTION_MODES)
+    if attn_mode not in accepted:
+        raise ValueError(f"`attn_mode` must be one of {', '.join(map(repr, accepted))}, got {attn_mode!r}")
+    return attn_mode
+
+
+@auto_docstring
+class LionModel(LionPreTrainedModel):
+    def __init__(self, config: LionConfig, add_pooling_layer: bool = True):
+        r"""
+        add_pooling_layer (bool, *optional*, defaults to `True`):
+            Whether to add a pooling layer
+        """
+        super().__init__(config)
+        self.embeddings = LionEmbeddings(config)
+        self.layers = nn.ModuleList([LionLayer(config) for _ in range(config.num_hidden_layers)])
+        self.final_norm = nn.Identity()
+        if config.norm_position == "pre":
+            self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.pooler = LionPooler(config) if add_pooling_layer else None
+        self.gradient_checkpointing = False
+
+        # Initialize weights and apply final processing
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value):
+        self.embeddings.word_embeddings = value
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        attn_mode: str | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPooling:
+        r"""
+        attn_mode (`str`, *optional*):
+            Form in which attention is computed in this call, instead of the configuration's: `"auto"`, `"parallel"`,
+            `"chunk"` or `"rnn"`.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds)
+
+        output_attentions = kwargs.get("output_attentions", self.config.output_attentions)
+        attn_mode = self._resolve_mode(attn_mode, hidden_states.shape[1], output_attentions)
+        attention_mask = _key_mask(attention_mask, hidden_states)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask, attn_mode, output_attentions)
+        hidden_states = self.final_norm(hidden_states)
+
+        pooled = self.pooler(hidden_states, attention_mask) if self.pooler is not None else None
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
+
+    def _resolve_mode(self, attn_mode: str | None, length: int, output_attentions: bool) -> str:
+        mode = _check_attn_mode(attn_mode or self.config.attn_mode)
+        if output_attentions:
+            if mode in ("chunk", "rnn"):
+                _warn_once(
+                    f"The {mode} form has no attention maps: computing them, and the outputs, in parallel form."
+                )
+            return "parallel"
+        if mode == "auto":
+            mode = choose_mode(length, has_decay=self.config.decay_type != "none")
+        if mode != "parallel" and self.training and self.config.attention_probs_dropout_prob > 0:
+            _warn_once(f"The {mode} form has no attention matrix: `attention_probs_dropout_prob` is ignored in it.")
+        return mode
+
+
+def _key_mask(attention_mask: torch.Tensor | None, hidden_states: torch.Tensor) -> torch.Tensor | None:
+    """`attention_mask` as bool `(batch, length)`, or `None` where it masks nothing."""
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != hidden_states.shape[:2]:
+        raise ValueError(
+            f"`attention_mask` must be (batch, length) = {tuple(hidden_states.shape[:2])}, "
+            f"got shape {tuple(attention_mask.shape)}"
+        )
+    attention_mask = attention_mask.bool()
+    # Asking costs less than masking; in a traced graph the answer must not be frozen.
+    return None if not is_tracing(attention_mask) and attention_mask.all() else attention_mask
+
+
+def _warn_once(message: str):
+    if not torch.compiler.is_compiling():
+        logger.warning_once(message)
+
+
+@auto_docstring(
+    custom_intro="""
+    The Lion Model with a decoder head on top that is used for masked language modeling.
+    """
+)
+class LionForMaskedLM(LionPreTrainedModel):
+    _tied_weights_keys = {"decoder.weight": "lion.embeddings.word_embeddings.weight"}
+
+    def __init__(self, config: LionConfig):
+        super().__init__(config)
+        self.lion = LionModel(config, add_pooling_layer=False)
+        self.head = LionPredictionHead(config)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+
+        # Initialize weights and apply final processing
+        self.post_init()
+
+    def get_output_embeddings(self):
+        return self.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear):
+        self.decoder = new_embeddings
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MaskedLMOutput:
+        r"""
+        labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Labels for computing the masked language modeling loss. Indices should be in `[-100, 0, ...,
+            config.vocab_size - 1]`; tokens with index `-100` are ignored. A batch without any target has loss 0.
+        """
+        outputs = self.lion(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.decoder(self.head(outputs.last_hidden_state))
+
+        loss = None
+        if labels is not None:
+            kwargs = _count_targets(labels, kwargs)
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+
+        return MaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+def _count_targets(labels: torch.Tensor, kwargs: dict) -> dict:
+    """Loss arguments with the number of targets to average over, at least 1: without any the loss is 0, not NaN."""
+    count = kwargs.get("num_items_in_batch")
+    count = (labels != -100).sum() if count is None else torch.as_tensor(count)
+    return {**kwargs, "num_items_in_batch": count.clamp(min=1)}
+
+
+def _classifier_dropout(config: LionConfig) -> nn.Dropout:
+    p = config.classifier_dropout
+    return nn.Dropout(config.hidden_dropout_prob if p is None else p)
+
+
+@auto_docstring(
+    custom_intro="""
+    The Lion Model with a sequence classification/regression head on top (a linear layer on top of the pooled output)
+    e.g. for GLUE tasks.
+    """
+)
+class LionForSequenceClassification(LionPreTrainedModel):
+    def __init__(self, config: LionConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.lion = LionModel(config)
+        self.dropout = _classifier_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+
+        # Initialize weights and apply final processing
+        self.post_init()
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        r"""
+        labels (`torch.Tensor` of shape `(batch_size,)`, *optional*):
+            Labels for computing the sequence classification/regression loss. If `config.num_labels == 1` a regression
+            loss is computed (mean squared error), if `config.num_labels > 1` a classification loss.
+        """
+        outputs = self.lion(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.classifier(self.dropout(outputs.pooler_output))  # (batch, num_labels)
+
+        loss = None
+        if labels is not None:
+            if self.num_labels == 1:  # regression, also to integers
+                labels = labels.to(logits.dtype)
+            loss = self.loss_function(labels, logits, self.config, **kwargs)
+
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+@auto_docstring
+class LionForMultipleChoice(LionPreTrainedModel):
+    def __init__(self, config: LionConfig):
+        super().__init__(config)
+        self.lion = LionModel(config)
+        self.dropout = _classifier_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, 1)
+
+        # Initialize weights and apply final processing
+        self.post_init()
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MultipleChoiceModelOutput:
+        r"""
+        input_ids (`torch.LongTensor` of shape `(batch_size, num_choices, sequence_length)`):
+            Indices of input sequence tokens in the vocabulary.
+        token_type_ids (`torch.LongTensor` of shape `(batch_size, num_choices, sequence_length)`, *optional*):
+            Segment token indices to indicate first and second portions of the inputs.
+        position_ids (`torch.LongTensor` of shape `(batch_size, num_choices, sequence_length)`, *optional*):
+            Indices of positions of each input sequence tokens in the position embeddings.
+        inputs_embeds (`torch.Tensor` of shape `(batch_size, num_choices, sequence_length, hidden_size)`, *optional*):
+            Embedded tokens instead of `input_ids`.
+        labels (`torch.LongTensor` of shape `(batch_size,)`, *optional*):
+            Labels for computing the multiple choice classification loss. Indices should be in `[0, ...,
+            num_choices - 1]`.
+        """
+        num_choices = (input_ids if input_ids is not None else inputs_embeds).shape[1]
+        tensors = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds = (
+            None if tensor is None else tensor.flatten(0, 1) for tensor in tensors
+        )
+        outputs = self.lion(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.classifier(self.dropout(outputs.pooler_output)).view(-1, num_choices)
+
+        loss = nn.functional.cross_entropy(logits, labels) if labels is not None else None
+
+        return MultipleChoiceModelOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+@auto_docstring
+class LionForTokenClassification(LionPreTrainedModel):
+    def __init__(self, config: LionConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.lion = LionModel(config, add_pooling_layer=False)
+        self.dropout = _classifier_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+
+        # Initialize weights and apply final processing
+        self.post_init()
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> TokenClassifierOutput:
+        r"""
+        labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Labels for computing the token classification loss. Indices should be in `[-100, 0, ...,
+            config.num_labels - 1]`; tokens with index `-100` are ignored. A batch without any target has loss 0.
+        """
+        outputs = self.lion(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))  # (batch, length, num_labels)
+
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config, **_count_targets(labels, kwargs))
+
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+@auto_docstring
+class LionForQuestionAnswering(LionPreTrainedModel):
+    def __init__(self, config: LionConfig):
+        super().__init__(config)
+        self.lion = LionModel(config, add_pooling_layer=False)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+
+        # Initialize weights and apply final processing
+        self.post_init()
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        start_positions: torch.LongTensor | None = None,
+        end_positions: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> QuestionAnsweringModelOutput:
+        outputs = self.lion(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)  # (batch, length) each
+
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
+
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits,
+            end_logits=end_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+__all__ = [
+    "LionForMaskedLM",
+    "LionForMultipleChoice",
+    "LionForQuestionAnswering",
+    "LionForSequenceClassification",
+    "LionForTokenClassification",
+    "LionModel",
+    "LionPreTrainedModel",
+]
