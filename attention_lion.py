@@ -41,9 +41,6 @@ _CLOSED = {dtype: 1.5 * exponent for dtype, exponent in _NEGLIGIBLE.items()}
 # Tokens per block of the parallel form's decay mask.
 _MASK_BLOCK = 64
 
-# Up to this length a float32 cumulative sum of gates keeps enough digits for its differences.
-_FLOAT32_CUMSUM_LENGTH = 128
-
 # Blocks whose states meet in one product; longer sequences carry group states between groups of this many blocks.
 _CARRY_GROUP = 16
 
@@ -238,10 +235,8 @@ def _exp(log_decay, dtype):
 
 
 def _cumulative(gates):
-    """Inclusive and exclusive sums `(…, length)`, in a precision in which their differences keep their digits."""
-    if gates.shape[-1] > _FLOAT32_CUMSUM_LENGTH and gates.device.type != "mps":
-        gates = gates.double()
-    inclusive = gates.cumsum(-1)
+    """Inclusive and exclusive sums `(…, length)` in float64: differences of long float32 sums have no digits left."""
+    inclusive = gates.cumsum(-1, dtype=gates.dtype if gates.device.type == "mps" else torch.float64)
     return inclusive, nn.functional.pad(inclusive[..., :-1], (1, 0))
 
 
@@ -266,13 +261,12 @@ def _decay_mask(rightward, leftward):
 
 
 def _decay_mask_of_block(rightward, leftward):
-    size = rightward.shape[-1]
-    _, to_right = _cumulative(rightward)
-    to_left, _ = _cumulative(leftward)
+    size, dtype = rightward.shape[-1], rightward.dtype
+    to_right, to_left = _cumulative(rightward)[1].to(dtype), _cumulative(leftward)[0].to(dtype)
     from_earlier = to_right[..., :, None] - to_right[..., None, :]  # g_j + … + g_{i-1}, of use for j ≤ i
     from_later = to_left[..., None, :] - to_left[..., :, None]  # g_{i+1} + … + g_j, of use for j ≥ i
     earlier = torch.ones(size, size, dtype=torch.bool, device=rightward.device).tril()
-    return _exp(torch.where(earlier, from_earlier, from_later), rightward.dtype)
+    return _exp(torch.where(earlier, from_earlier, from_later), dtype)
 
 
 def _split_blocks(x, size, dim):
@@ -414,7 +408,7 @@ class _Recurrence(torch.autograd.Function):
         for i in needed:
             inputs[i].requires_grad_()
         q, k, v, *gates = inputs
-        with torch.enable_grad():
+        with torch.enable_grad(), _full_precision(q.device.type):
             sums = _chunk_form(q, k, v, None if gates[0] is None else gates, ctx.chunk_size)
         grads = [None] * 6
         for i, g in zip(needed, torch.autograd.grad(sums, [inputs[i] for i in needed], grad), strict=True):
