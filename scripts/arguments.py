@@ -1,0 +1,162 @@
+"""Command lines with recipes, for every script in this folder.
+
+A script describes its arguments as dataclasses, as the examples of Transformers do. `--recipe FILE.yaml` gives values
+for any of them. The command line wins, whatever the type, because a recipe is turned into arguments that are parsed
+before those of the command line: one parser, one set of checks.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser
+
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+class UsageError(Exception):
+    """A failure that the user can mend: shown as one sentence, without a traceback."""
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a script's `main`. A `UsageError` becomes one line on stderr, from the main process, and exit code 2."""
+    try:
+        main()
+    except UsageError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{Path(sys.argv[0]).name}: error: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+class YamlLoader(yaml.SafeLoader):
+    """YAML 1.1 reads 8e-4 as text; people who write recipes mean the number."""
+
+
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+class KeyValues(dict):
+    """A mapping argument: `key=value,key=value` on the command line (values are YAML), a mapping in a recipe."""
+
+    def __init__(self, items: str | dict | Iterable = ()):
+        super().__init__(self._parse(items) if isinstance(items, str) else items)
+
+    @staticmethod
+    def _parse(text: str) -> dict[str, Any]:
+        if text.startswith("{"):
+            return yaml.load(text, Loader=YamlLoader)
+        pairs = [pair.partition("=") for pair in text.split(",")]
+        if not all(key and separator for key, separator, _ in pairs):
+            raise argparse.ArgumentTypeError(f"expected key=value,key=value, got {text!r}")
+        return {key.strip(): yaml.load(value, Loader=YamlLoader) for key, _, value in pairs}
+
+
+class MergeKeyValues(argparse.Action):
+    """Later mappings add to earlier ones and win key by key."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, KeyValues({**getattr(namespace, self.dest), **values}))
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    def _format_action_invocation(self, action):
+        # HfArgumentParser accepts every option with dashes as well; listing both spellings doubles the help.
+        shown = [option for option in action.option_strings if not re.match(r"--\w+-", option)]
+        if not shown or action.nargs == 0:
+            return ", ".join(shown)
+        return f"{', '.join(shown)} {self._format_args(action, self._get_default_metavar_for_optional(action))}"
+
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, [], {}) else super()._get_help_string(action)
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message):
+        raise UsageError(message)
+
+
+def parse_arguments(
+    dataclass_types: Sequence[type], argv: Sequence[str] | None = None, description: str | None = None
+) -> tuple:
+    """One instance of each dataclass, from defaults, then the recipe, then the command line.
+
+    Args:
+        dataclass_types: the arguments; field names are unique over all of them.
+        argv: the command line without the program's name; `sys.argv[1:]` when None.
+        description: stands at the top of `--help` as it is.
+
+    Raises:
+        UsageError: an unknown key or argument (close matches are named), a value of the wrong type, a missing recipe.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = _Parser(
+        dataclass_types,
+        description=description,
+        formatter_class=_HelpFormatter,
+        allow_abbrev=False,
+        usage="%(prog)s [--recipe FILE] [arguments]",
+    )
+    recipe_help = "YAML file with values for these arguments, or the name of one in scripts/recipes."
+    parser.add_argument("--recipe", metavar="FILE", help=recipe_help)
+    recipe = _load_recipe(argv)
+    names = [field.name for dataclass_type in dataclass_types for field in dataclasses.fields(dataclass_type)]
+    *parsed, _, unknown = parser.parse_args_into_dataclasses(
+        [*_as_arguments(recipe, names), *argv], return_remaining_strings=True, look_for_args_file=False
+    )
+    if unknown:
+        name = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
+        raise UsageError(f"unknown argument {unknown[0]}{_did_you_mean(name, [*names, 'recipe'])}")
+    return tuple(parsed)
+
+
+def _load_recipe(argv: Sequence[str]) -> dict[str, Any]:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe")
+    given = parser.parse_known_args(argv)[0].recipe
+    if given is None:
+        return {}
+    path = Path(given) if Path(given).is_file() else RECIPES / f"{given}.yaml"
+    if not path.is_file():
+        shipped = sorted(recipe.stem for recipe in RECIPES.glob("*.yaml"))
+        raise UsageError(f"there is no recipe {given}; the ones that come with the package: {', '.join(shipped)}.")
+    try:
+        recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=YamlLoader)
+    except yaml.YAMLError as error:
+        raise UsageError(f"recipe {given} is not YAML: {error}") from error
+    if not isinstance(recipe, dict):
+        raise UsageError(f"recipe {given} must hold `argument: value` lines.")
+    return recipe
+
+
+def _as_arguments(recipe: dict[str, Any], names: Sequence[str]) -> list[str]:
+    arguments = []
+    for name, value in recipe.items():
+        if name not in names:
+            raise UsageError(f"unknown recipe key {name}{_did_you_mean(str(name), names)}")
+        if isinstance(value, list):
+            arguments += [f"--{name}", *map(str, value)]
+        elif isinstance(value, dict):
+            arguments.append(f"--{name}={json.dumps(value)}")
+        elif value is not None:
+            arguments.append(f"--{name}={value}")
+    return arguments
+
+
+def _did_you_mean(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, names)
+    return f": did you mean {' or '.join(close)}?" if close else ""

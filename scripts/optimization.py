@@ -1,0 +1,37 @@
+"""What the training scripts share about optimisation: weight-decay groups and the learning-rate schedule."""
+
+import math
+import re
+
+import torch
+from torch import nn
+from transformers.optimization import get_polynomial_decay_schedule_with_warmup
+
+
+# The gate of selective attention; an MLP may have a gate_proj too, which is like any other matrix.
+DECAY_PARAMETER = re.compile(r"decay|attention\.gate_proj")
+
+
+def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Two optimizer groups, every trainable parameter in exactly one, tied parameters once.
+
+    Exempt from weight decay are vectors (biases, norms) and whatever sets LION's decays: pulling those towards zero
+    would pull every head towards the same time constant.
+    """
+    groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            exempt = parameter.ndim < 2 or DECAY_PARAMETER.search(name) is not None
+            groups[exempt]["params"].append(parameter)
+    return groups
+
+
+def linear_schedule(
+    optimizer: torch.optim.Optimizer, num_training_steps: int, warmup_ratio: float, final_lr_ratio: float
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warm-up from 0 to the optimizer's rate, then linear decay to `final_lr_ratio` of it at the last step."""
+    # At least one step must be left for the decay, however short the run.
+    num_warmup_steps = min(math.ceil(warmup_ratio * num_training_steps), num_training_steps - 1)
+    return get_polynomial_decay_schedule_with_warmup(
+        optimizer, num_warmup_steps, num_training_steps, lr_end=final_lr_ratio * optimizer.defaults["lr"], power=1.0
+    )
