@@ -50,6 +50,9 @@ class LionConfig(PreTrainedConfig):
         What the pooler takes: `"cls"` (the first token that is not masked) or `"mean"` (the mean over all tokens that
         are not masked). Defaults to `"cls"` for LION-LIT and to `"mean"` under decays, where the first token sees
         little of a long text.
+    sparse_prediction (`bool`, *optional*, defaults to `False`):
+        Whether `LionForMaskedLM` computes logits for the targets only, `(targets, vocab_size)`, when it is given
+        labels. Saves most of the time and memory of the vocabulary in pretraining.
 
     Example:
 
@@ -92,6 +95,7 @@ class LionConfig(PreTrainedConfig):
     pad_token_id: int | None = 0
     classifier_dropout: float | int | None = None
     classifier_pooling: Literal["cls", "mean"] | None = None
+    sparse_prediction: bool = False
     tie_word_embeddings: bool = True
 
     def __post_init__(self, **kwargs):

@@ -401,6 +401,7 @@ class LionForMaskedLM(LionPreTrainedModel):
         labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
             Labels for computing the masked language modeling loss. Indices should be in `[-100, 0, ...,
             config.vocab_size - 1]`; tokens with index `-100` are ignored. A batch without any target has loss 0.
+            With `config.sparse_prediction` the logits are those of the targets only.
         """
         outputs = self.lion(
             input_ids,
@@ -410,7 +411,10 @@ class LionForMaskedLM(LionPreTrainedModel):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        logits = self.decoder(self.head(outputs.last_hidden_state))
+        hidden_states = outputs.last_hidden_state
+        if self.config.sparse_prediction and labels is not None:
+            hidden_states, labels = hidden_states[labels != -100], labels[labels != -100]
+        logits = self.decoder(self.head(hidden_states))  # (batch, length, vocab_size), or (targets, vocab_size)
 
         loss = None
         if labels is not None:

@@ -440,8 +440,11 @@ def predict_targets(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
     """Logits (targets, vocabulary) in float32, labels (targets,) and the mask (batch, length) of what is predicted."""
     labels = batch["labels"]
     predicted = labels != -100
-    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
-    return logits[predicted].float(), labels[predicted], predicted
+    # Models with `sparse_prediction` make logits for the targets alone, once they are told which these are.
+    logits = model(**batch).logits
+    if logits.ndim == 3:
+        logits = logits[predicted]
+    return logits.float(), labels[predicted], predicted
 
 
 def accumulate_gradients(
