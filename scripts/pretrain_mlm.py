@@ -66,6 +66,7 @@ from lion_transformers.scripts.checkpointing import (
     write_json,
 )
 from lion_transformers.scripts.optimization import linear_schedule, weight_decay_groups
+from lion_transformers.tokenization.corpus import CorpusError, files_arguments
 
 
 def check_range(arguments: Any, names: list[str], low: float, below: float = math.inf) -> None:
@@ -191,7 +192,6 @@ class PretrainingArguments:
 
 # Data: documents → sequences of token ids → masked micro-batches
 
-FILE_KINDS = {".txt": "text", ".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 SEQUENCE_FEATURES = Features({"input_ids": List(Value("int32")), "special_tokens_mask": List(Value("int8"))})
 
 
@@ -206,13 +206,15 @@ def load_documents(args: DataArguments, seed: int) -> tuple[Dataset | IterableDa
         if args.dataset_name:
             splits = load_dataset(args.dataset_name, args.dataset_config_name, streaming=args.streaming)
         else:
-            files = {"train": args.train_file, "validation": args.validation_file or []}
-            files = {split: paths for split, paths in files.items() if paths}
-            splits = load_dataset(_kind_of(files), data_files=files, streaming=args.streaming)
+            files = {"train": args.train_file, "validation": args.validation_file}
+            files = files_arguments(**{split: names for split, names in files.items() if names})
+            splits = load_dataset(**files, streaming=args.streaming)
         if "train" not in splits:
             raise UsageError(f"{source} has no train split, only {', '.join(splits)}.")
         for split in splits.values():
             check_text_column(split, args.text_column, source)
+    except CorpusError as error:
+        raise UsageError(one_line(error)) from error
     except (DatasetsError, OSError, ValueError) as error:
         # "An error occurred while generating the dataset" has the reason as its cause.
         raise UsageError(f"cannot load {source}: {one_line(error.__cause__ or error)}") from error
@@ -224,22 +226,6 @@ def load_documents(args: DataArguments, seed: int) -> tuple[Dataset | IterableDa
         raise UsageError(f"{source} is too small: a single document cannot be split for validation.")
     splits = splits["train"].train_test_split(test_size=args.validation_split_percentage / 100, seed=seed)
     return splits["train"], splits["test"]
-
-
-def _kind_of(files: dict[str, list[str]]) -> str:
-    paths = [Path(path) for path in itertools.chain(*files.values())]
-    for path in paths:
-        if not path.is_file():
-            raise UsageError(f"there is no file {path}.")
-        if path.stat().st_size == 0:
-            raise UsageError(f"{path} is empty.")
-    suffixes = {Path(path.name.removesuffix(".gz")).suffix for path in paths}
-    kinds = {FILE_KINDS.get(suffix) for suffix in suffixes}
-    if len(kinds) != 1 or None in kinds:
-        raise UsageError(
-            f"files must be of one kind among {', '.join(FILE_KINDS)}, got {', '.join(sorted(suffixes))}."
-        )
-    return kinds.pop()
 
 
 def check_text_column(documents: Dataset | IterableDataset, text_column: str, source: str) -> None:

@@ -792,14 +792,14 @@ def test_expected_failures_are_one_sentence(tokenizer, corpus, monkeypatch, caps
     def failure(*changes):
         return fails_with(monkeypatch, capsys, *TINY_BERT, *SHORT, "--max_steps", "1", *changes)
 
-    assert "there is no file missing.txt" in failure("--train_file", "missing.txt")
-    assert "got .pdf" in failure("--train_file", "notes.pdf")
-    assert "got .csv, .txt" in failure("--train_file", "text.txt", "--validation_file", "table.csv")
+    assert "There is no file 'missing.txt'" in failure("--train_file", "missing.txt")
+    assert "its name must end in .txt, .csv" in failure("--train_file", "notes.pdf")
+    assert "these end in .csv, .txt" in failure("--train_file", "text.txt", "--validation_file", "table.csv")
     assert "has no column text; its columns are review, label" in failure("--train_file", "table.csv")
     assert "column label of table.csv holds int, not text" in failure(
         "--train_file", "table.csv", "--text_column", "label"
     )
-    assert "empty.txt is empty" in failure("--train_file", "empty.txt")
+    assert "'empty.txt' is empty" in failure("--train_file", "empty.txt")
     assert "too small: a single document" in failure("--train_file", "one.txt")
     assert "too small for one sequence of 16 tokens" in failure("--train_file", "small.txt")
     assert "too small for one sequence" in failure("--train_file", "blank.txt")

@@ -612,7 +612,7 @@ class TestCommand:
         message = self.refuse(capsys, ["--train_file", rows, "--text_column", "body", *out])
         assert "no column 'body'; the columns are text, label" in message
         assert "no text" in self.refuse(capsys, ["--train_file", tmp_path / "empty.txt", *out])
-        assert "the corpus" in self.refuse(capsys, ["--train_file", tmp_path / "nothing.csv", *out])
+        assert "nothing.csv' is empty" in self.refuse(capsys, ["--train_file", tmp_path / "nothing.csv", *out])
         assert "at least" in self.refuse(capsys, ["--train_file", rows, "--vocab_size", "6", *out])
 
     def test_arguments_at_fault(self, tmp_path, capsys):

@@ -1,9 +1,9 @@
 """Reading a text corpus, from files or from a data set, one example at a time."""
 
 import glob
+import itertools
 import os
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 
@@ -35,13 +35,28 @@ def load_files(patterns: Iterable[str]) -> Iterable[dict[str, Any]]:
     Raises:
         CorpusError: A pattern matches no file, the format is unknown, or formats are mixed.
     """
-    files = [file for pattern in patterns for file in _expand(pattern)]
-    endings = sorted({_ending(file) for file in files})
+    return _load(**files_arguments(train=patterns), split="train", streaming=True)
+
+
+def files_arguments(**splits: Iterable[str]) -> dict[str, Any]:
+    """Arguments with which `datasets.load_dataset` reads files, by the ending of their names.
+
+    Args:
+        **splits: File names or globs (`**` included) of each split, all of one format.
+
+    Raises:
+        CorpusError: A pattern matches no file, a file is empty, the format is unknown, or formats are mixed.
+    """
+    files = {split: [file for pattern in patterns for file in _expand(pattern)] for split, patterns in splits.items()}
+    for file in itertools.chain(*files.values()):
+        if os.path.getsize(file) == 0:
+            raise CorpusError(f"The file {file!r} is empty.")
+    endings = sorted({_ending(file) for file in itertools.chain(*files.values())})
     if len(endings) > 1:
         raise CorpusError(f"All files must have one format, but these end in {', '.join(endings)}.")
     # Names are given to `datasets` as patterns.
-    escaped = [glob.escape(file) for file in files]
-    return _load(**FILE_FORMATS[endings[0]], data_files=escaped, split="train", streaming=True)
+    escaped = {split: [glob.escape(file) for file in names] for split, names in files.items()}
+    return {**FILE_FORMATS[endings[0]], "data_files": escaped}
 
 
 def load_named(
@@ -78,7 +93,7 @@ def iterate_texts(
         CorpusError: There is no such column (the message names those there are), it holds something other than text,
             or reading fails.
     """
-    for example in _read(islice(dataset, max_examples)):
+    for example in _read(itertools.islice(dataset, max_examples)):
         if text_column not in example:
             raise CorpusError(f"There is no column {text_column!r}; the columns are {', '.join(example)}.")
         text = example[text_column]
