@@ -17,7 +17,7 @@ class LionConfig(PreTrainedConfig):
     decay_type (`str`, *optional*, defaults to `"selective"`):
         Where decays come from: `"none"` (LION-LIT), `"fixed"` (LION-D, a learned scalar per head) or `"selective"`
         (LION-S, computed from each token, per head).
-    decay_init (`str`, *optional*, defaults to `"multiscale"`):
+    decay_init (`str`, *optional*, defaults to `"paper"`):
         Initial decays: `"paper"` (scalars drawn from N(0, 1), gate biases of zero: every head forgets within a few
         tokens) or `"multiscale"` (time constants log-spaced over the heads, from 4 tokens to
         `max_position_embeddings`).
@@ -71,7 +71,7 @@ class LionConfig(PreTrainedConfig):
 
     modality: Literal["text"] = "text"
     decay_type: Literal["none", "fixed", "selective"] = "selective"
-    decay_init: Literal["paper", "multiscale"] = "multiscale"
+    decay_init: Literal["paper", "multiscale"] = "paper"
     attn_mode: Literal["auto", "parallel", "chunk", "rnn"] = "auto"
     chunk_size: int = 64
     feature_map: Literal["identity", "elu", "silu"] | None = None

@@ -26,6 +26,9 @@ from .configuration_lion import LionConfig
 
 logger = logging.get_logger(__name__)
 
+# In tokens: of the fastest head under `decay_init="multiscale"`; that of the slowest is `max_position_embeddings`.
+SHORTEST_TIME_CONSTANT = 4.0
+
 
 class LionEmbeddings(nn.Module):
     """Word, token type and, where the configuration has them, absolute position embeddings."""
@@ -67,6 +70,10 @@ class LionEmbeddings(nn.Module):
         return torch.arange(length, device=embeddings.device)[None]
 
 
+class LionDecayProjection(nn.Linear):
+    """Decay logits per head from each token: a class of its own, because their initial bias is not zero."""
+
+
 class LionAttention(nn.Module):
     """Projections, decays and feature map around the operator of `attention_lion`."""
 
@@ -80,10 +87,11 @@ class LionAttention(nn.Module):
 
         self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.qkv_bias)
         # Decays stay in float32 whatever the dtype of the model: close to 1 half precision cannot tell them apart.
+        # Trainer exempts from weight decay what has "bias" in its name, and so should these be.
         if config.decay_type == "fixed":
-            self.decay = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
+            self.decay_bias = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
         elif config.decay_type == "selective":
-            self.gate_proj = nn.Linear(config.hidden_size, self.num_heads, dtype=torch.float32)
+            self.decay_bias_proj = LionDecayProjection(config.hidden_size, self.num_heads, dtype=torch.float32)
         self.norm = nn.LayerNorm(config.hidden_size) if config.attention_output_norm else nn.Identity()
         self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
 
@@ -127,10 +135,10 @@ class LionAttention(nn.Module):
         if self.config.decay_type == "none":
             return None
         if self.config.decay_type == "fixed":
-            return nn.functional.logsigmoid(_at_least_float32(self.decay))
+            return nn.functional.logsigmoid(_at_least_float32(self.decay_bias))
         with maybe_autocast(hidden_states.device.type, enabled=False):
-            gates = self.gate_proj(hidden_states.to(self.gate_proj.weight.dtype))
-        return nn.functional.logsigmoid(-_at_least_float32(gates)).transpose(1, 2)
+            logits = self.decay_bias_proj(hidden_states.to(self.decay_bias_proj.weight.dtype))
+        return nn.functional.logsigmoid(-_at_least_float32(logits)).transpose(1, 2)  # decay 1 - σ(W x + b)
 
 
 def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
@@ -224,28 +232,33 @@ class LionPreTrainedModel(PreTrainedModel):
     base_model_prefix = "lion"
     supports_gradient_checkpointing = True
     _no_split_modules = ["LionEmbeddings", "LionLayer"]
-    _keep_in_fp32_modules_strict = ["decay", "gate_proj"]
+    _keep_in_fp32_modules_strict = ["decay_bias"]
     _can_compile_fullgraph = True
     _can_record_outputs = {
         "hidden_states": LionLayer,
         "attentions": LionAttention,
     }
 
+    def __init__(self, config: LionConfig, *inputs, **kwargs):
+        config.validate()  # overrides at loading are set field by field
+        super().__init__(config, *inputs, **kwargs)
+
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if isinstance(module, LionAttention):
-            self._init_decays(module)
+        if isinstance(module, LionAttention) and self.config.decay_type == "fixed":
+            if self.config.decay_init == "paper":
+                init.normal_(module.decay_bias)
+            else:
+                init.copy_(module.decay_bias, self._multiscale_logits())
+        elif isinstance(module, LionDecayProjection) and self.config.decay_init == "multiscale":
+            init.copy_(module.bias, -self._multiscale_logits())  # decays are the complement, 1 - σ(W x + b)
 
-    def _init_decays(self, attention: LionAttention):
-        if self.config.decay_type == "none":
-            return
-        fixed = self.config.decay_type == "fixed"
-        if self.config.decay_init == "multiscale":
-            logits = multiscale_decay_logits(self.config.num_attention_heads, self.config.max_position_embeddings)
-            # The gate of LION-S is the complement: the decay is 1 - σ(W x + b).
-            init.copy_(attention.decay if fixed else attention.gate_proj.bias, logits if fixed else -logits)
-        elif fixed:
-            init.normal_(attention.decay)
+    def _multiscale_logits(self) -> torch.Tensor:
+        """Logits, `(heads,)`, of decays exp(-1 / τ) with time constants τ log-spaced over the heads."""
+        ratio = max(self.config.max_position_embeddings / SHORTEST_TIME_CONSTANT, 1.0)
+        heads = self.config.num_attention_heads
+        rates = torch.logspace(0, -1, heads, base=ratio, dtype=torch.float64, device="cpu") / SHORTEST_TIME_CONSTANT
+        return -torch.log(torch.expm1(rates)).float()  # the logit of e^-r is -log(e^r - 1)
 
     def set_attn_mode(self, attn_mode: str):
         """
@@ -256,12 +269,6 @@ class LionPreTrainedModel(PreTrainedModel):
                 `"parallel"`, `"chunk"`, `"rnn"`, or `"auto"` to choose by length.
         """
         self.config.attn_mode = _check_attn_mode(attn_mode)
-
-
-def multiscale_decay_logits(num_heads: int, longest: int) -> torch.Tensor:
-    """Logits, `(num_heads,)`, of decays exp(-1 / τ) with time constants τ log-spaced from 4 to `longest` tokens."""
-    rates = torch.logspace(0, -1, num_heads, base=max(longest / 4, 1.0), dtype=torch.float64) / 4
-    return -torch.log(torch.expm1(rates)).float()  # the logit of e^-r is -log(e^r - 1)
 
 
 def _check_attn_mode(attn_mode: str) -> str:
@@ -329,7 +336,7 @@ class LionModel(LionPreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
     def _resolve_mode(self, attn_mode: str | None, length: int, output_attentions: bool) -> str:
-        mode = _check_attn_mode(attn_mode or self.config.attn_mode)
+        mode = _check_attn_mode(self.config.attn_mode if attn_mode is None else attn_mode)
         if output_attentions:
             if mode in ("chunk", "rnn"):
                 _warn_once(
@@ -351,6 +358,11 @@ def _key_mask(attention_mask: torch.Tensor | None, hidden_states: torch.Tensor) 
         raise ValueError(
             f"`attention_mask` must be (batch, length) = {tuple(hidden_states.shape[:2])}, "
             f"got shape {tuple(attention_mask.shape)}"
+        )
+    if not is_tracing(attention_mask) and attention_mask.is_floating_point() and (attention_mask < 0).any():
+        raise ValueError(
+            "`attention_mask` must be 1 for tokens that take part and 0 for others, got negative values: "
+            "an additive mask is not accepted"
         )
     attention_mask = attention_mask.bool()
     # Asking costs less than masking; in a traced graph the answer must not be frozen.
@@ -426,11 +438,19 @@ class LionForMaskedLM(LionPreTrainedModel):
         )
 
 
-def _count_targets(labels: torch.Tensor, kwargs: dict) -> dict:
+def _count_targets(labels: torch.Tensor, kwargs: dict, ignore_index: int = -100) -> dict:
     """Loss arguments with the number of targets to average over, at least 1: without any the loss is 0, not NaN."""
     count = kwargs.get("num_items_in_batch")
-    count = (labels != -100).sum() if count is None else torch.as_tensor(count)
-    return {**kwargs, "num_items_in_batch": count.clamp(min=1)}
+    count = (labels != ignore_index).sum() if count is None else torch.as_tensor(count)
+    return {**kwargs, "num_items_in_batch": count.clamp(min=1).to(labels.device)}
+
+
+def _position_loss(logits: torch.Tensor, positions: torch.Tensor, kwargs: dict) -> torch.Tensor:
+    """Cross entropy of one end of a span, `(batch, length)` logits, over the positions inside the sequence."""
+    length = logits.shape[1]
+    positions = positions.flatten().clamp(0, length)
+    num_targets = _count_targets(positions, kwargs, ignore_index=length)["num_items_in_batch"]
+    return nn.functional.cross_entropy(logits, positions, ignore_index=length, reduction="sum") / num_targets
 
 
 def _classifier_dropout(config: LionConfig) -> nn.Dropout:
@@ -486,7 +506,11 @@ class LionForSequenceClassification(LionPreTrainedModel):
         if labels is not None:
             if self.num_labels == 1:  # regression, also to integers
                 labels = labels.to(logits.dtype)
+            kwargs = _count_targets(labels, kwargs)
             loss = self.loss_function(labels, logits, self.config, **kwargs)
+            if self.config.problem_type != "single_label_classification":
+                # The library's other losses are means over this call, whatever is accumulated.
+                loss = loss * (labels.numel() / kwargs["num_items_in_batch"])
 
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
@@ -529,6 +553,8 @@ class LionForMultipleChoice(LionPreTrainedModel):
             Labels for computing the multiple choice classification loss. Indices should be in `[0, ...,
             num_choices - 1]`.
         """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         num_choices = (input_ids if input_ids is not None else inputs_embeds).shape[1]
         tensors = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds = (
@@ -544,7 +570,10 @@ class LionForMultipleChoice(LionPreTrainedModel):
         )
         logits = self.classifier(self.dropout(outputs.pooler_output)).view(-1, num_choices)
 
-        loss = nn.functional.cross_entropy(logits, labels) if labels is not None else None
+        loss = None
+        if labels is not None:
+            num_targets = _count_targets(labels, kwargs)["num_items_in_batch"]
+            loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / num_targets
 
         return MultipleChoiceModelOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
@@ -622,6 +651,11 @@ class LionForQuestionAnswering(LionPreTrainedModel):
         end_positions: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
+        r"""
+        start_positions, end_positions (`torch.LongTensor` of shape `(batch_size,)`, *optional*):
+            First and last token of the answer. Positions beyond the sequence are ignored; a batch without any other
+            has loss 0.
+        """
         outputs = self.lion(
             input_ids,
             attention_mask=attention_mask,
@@ -634,7 +668,8 @@ class LionForQuestionAnswering(LionPreTrainedModel):
 
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
+            start_loss = _position_loss(start_logits, start_positions, kwargs)
+            loss = (start_loss + _position_loss(end_logits, end_positions, kwargs)) / 2
 
         return QuestionAnsweringModelOutput(
             loss=loss,

@@ -1,15 +1,10 @@
 """What the training scripts share about optimisation: weight-decay groups and the learning-rate schedule."""
 
 import math
-import re
 
 import torch
 from torch import nn
 from transformers.optimization import get_polynomial_decay_schedule_with_warmup
-
-
-# The gate of selective attention; an MLP may have a gate_proj too, which is like any other matrix.
-DECAY_PARAMETER = re.compile(r"decay|attention\.gate_proj")
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -21,7 +16,7 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            exempt = parameter.ndim < 2 or DECAY_PARAMETER.search(name) is not None
+            exempt = parameter.ndim < 2 or "decay_bias" in name
             groups[exempt]["params"].append(parameter)
     return groups
 

@@ -1,0 +1,1486 @@
+"""The LION text models: values against independent references, and what Transformers expects of any family."""
+
+import copy
+import json
+import math
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import loop_weights
+from safetensors.torch import load_file
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BertConfig,
+    BertModel,
+    BertTokenizer,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+from transformers.utils import logging
+
+from lion_transformers import (
+    LionConfig,
+    LionForMaskedLM,
+    LionForMultipleChoice,
+    LionForQuestionAnswering,
+    LionForSequenceClassification,
+    LionForTokenClassification,
+    LionModel,
+    lion_attention,
+    modeling_lion,
+)
+from lion_transformers.attention_lion import PARALLEL_MAX_LENGTH, PARALLEL_MAX_LENGTH_WITHOUT_DECAY
+
+
+GOLDEN = Path(__file__).parent / "golden"
+DECAYS = ("none", "fixed", "selective")
+MODES = ("parallel", "chunk", "rnn")
+RECIPES = {
+    "paper": {},
+    "normalized": {"normalize": True},
+    "pre-norm": {"normalize": True, "norm_position": "pre"},
+}
+AUTO_CLASSES = {
+    LionModel: AutoModel,
+    LionForMaskedLM: AutoModelForMaskedLM,
+    LionForSequenceClassification: AutoModelForSequenceClassification,
+    LionForTokenClassification: AutoModelForTokenClassification,
+    LionForQuestionAnswering: AutoModelForQuestionAnswering,
+    LionForMultipleChoice: AutoModelForMultipleChoice,
+}
+CLASSES = tuple(AUTO_CLASSES)
+HEADS = CLASSES[1:]
+
+each_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+each_head = pytest.mark.parametrize("cls", HEADS, ids=lambda cls: cls.__name__)
+each_decay = pytest.mark.parametrize("decay_type", DECAYS)
+each_mode = pytest.mark.parametrize("mode", MODES)
+each_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def tiny_config(decay_type="selective", **overrides):
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "intermediate_size": 96,
+        "max_position_embeddings": 40,
+        "chunk_size": 16,
+        "hidden_dropout_prob": 0.0,
+        "num_labels": 3,
+    }
+    return LionConfig(decay_type=decay_type, **{**sizes, **overrides})
+
+
+def build(cls, decay_type="selective", *, seed=0, dtype=torch.float32, **overrides):
+    """A model in which every parameter matters: also biases, norms and the embedding of padding are random."""
+    torch.manual_seed(seed)
+    model = cls(tiny_config(decay_type, **overrides))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.15 * torch.randn_like(parameter)
+    return model.to(dtype).eval()
+
+
+def make_batch(length=24, seed=1):
+    """Three rows: one whole, one padded on the right, one padded on the left and with a hole."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.ones(3, length, dtype=torch.long)
+    mask[1, length - length // 3 :] = 0
+    mask[2, : length // 5] = 0
+    mask[2, length // 2] = 0
+    return {
+        "input_ids": torch.randint(1, 96, (3, length), generator=generator) * mask,
+        "attention_mask": mask,
+        "token_type_ids": torch.randint(0, 2, (3, length), generator=generator),
+    }
+
+
+def batch_for(cls, length=24):
+    batch = make_batch(length)
+    return {name: x[None] for name, x in batch.items()} if cls is LionForMultipleChoice else batch
+
+
+def targets_for(cls, length=24):
+    generator = torch.Generator().manual_seed(2)
+    if cls is LionForMaskedLM:
+        labels = torch.randint(0, 96, (3, length), generator=generator)
+        return {"labels": labels.masked_fill(torch.rand(3, length, generator=generator) < 0.7, -100)}
+    if cls is LionForTokenClassification:
+        labels = torch.randint(0, 3, (3, length), generator=generator)
+        return {"labels": labels.masked_fill(make_batch(length)["attention_mask"] == 0, -100)}
+    if cls is LionForQuestionAnswering:
+        return {"start_positions": torch.tensor([1, 4, 20]), "end_positions": torch.tensor([3, 4, 22])}
+    return {"labels": torch.tensor([2]) if cls is LionForMultipleChoice else torch.tensor([2, 0, 1])}
+
+
+def outputs_of(output):
+    """What a model was built to give: hidden states, or the logits of its head."""
+    for name in ("logits", "last_hidden_state"):
+        if name in output:
+            return output[name]
+    return torch.stack([output.start_logits, output.end_logits], -1)
+
+
+def gradients(model, batch, **kwargs):
+    """Output of a model and the gradients of a fixed random projection of it, by parameter name."""
+    model.zero_grad()
+    output = outputs_of(model(**batch, **kwargs))
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    (output * weights.to(output.dtype)).sum().backward()
+    return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative_error(actual, expected):
+    actual, expected = actual.double(), expected.double()
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def assert_close(actual, expected, tolerance=1e-5):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, check_dtype=False)
+
+
+@pytest.fixture
+def operator_calls(monkeypatch):
+    """Arguments of every call of the operator, which still does its work."""
+    calls = []
+
+    def spy(q, k, v, log_decay=None, **kwargs):
+        calls.append({"log_decay": log_decay, **kwargs})
+        return lion_attention(q, k, v, log_decay, **kwargs)
+
+    monkeypatch.setattr(modeling_lion, "lion_attention", spy)
+    return calls
+
+
+@pytest.fixture
+def warned(caplog):
+    """Messages of the model's logger; "once" starts anew with the test."""
+    logging.warning_once.cache_clear()
+    return lambda: [record.message for record in caplog.records if record.name == modeling_lion.__name__]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values: checkpoints of the public reference, BERT, a float64 loop
+# ---------------------------------------------------------------------------------------------------------------------
+
+RENAMED = [
+    (r"^model\.", ""),
+    (r"^bert\.", "lion."),
+    (r"encoder\.layer\.", "layers."),
+    (r"embeddings\.LayerNorm", "embeddings.norm"),
+    (r"attention\.self\.layer_norm", "attention.norm"),
+    (r"attention\.self\.ai", "attention.decay_bias"),
+    (r"attention\.self\.Wa_i", "attention.decay_bias_proj"),
+    (r"attention\.output\.dense", "attention.out_proj"),
+    (r"attention\.output\.LayerNorm", "attention_norm"),
+    (r"intermediate\.dense", "mlp.fc1"),
+    (r"output\.dense", "mlp.fc2"),
+    (r"output\.LayerNorm", "mlp_norm"),
+    (r"^cls\.predictions\.transform\.dense", "head.dense"),
+    (r"^cls\.predictions\.transform\.LayerNorm", "head.norm"),
+    (r"^cls\.predictions\.decoder", "decoder"),
+]
+GOLDEN_CASES = {entry["name"]: entry for entry in json.loads((GOLDEN / "manifest.json").read_text())}
+
+
+def load_golden(name):
+    """The reference's checkpoint in our model; every one of our parameters must be found in it."""
+    entry = GOLDEN_CASES[name]
+    official = entry["official"]
+    decay_type = {"lion-lit": "none", "lion-d": "fixed", "lion-s": "selective"}[official["arch_type"]]
+    sizes = {key: value for key, value in official.items() if key in LionConfig.__dataclass_fields__}
+    sizes.pop("position_embedding_type")
+    config = LionConfig(decay_type=decay_type, classifier_pooling="cls", **sizes, num_labels=3)
+    model = (LionForSequenceClassification if entry["task"] == "sequence-classification" else LionForMaskedLM)(config)
+
+    state = {}
+    for key, value in torch.load(GOLDEN / entry["checkpoint"], weights_only=True)["state"]["model"].items():
+        for pattern, replacement in RENAMED:
+            key = re.sub(pattern, replacement, key)
+        state[key] = value
+    for layer in range(config.num_hidden_layers):
+        prefix = f"lion.layers.{layer}.attention"
+        for kind in ("weight", "bias"):
+            parts = [state.pop(f"{prefix}.self.{part}.{kind}") for part in ("query", "key", "value")]
+            state[f"{prefix}.qkv_proj.{kind}"] = torch.cat(parts)
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not missing
+    # The decoder's bias under its second name, and positions, which the reference's LION-D and LION-S do not read.
+    assert set(unexpected) <= {
+        "cls.predictions.bias",
+        "lion.embeddings.position_ids",
+        "lion.embeddings.position_embeddings.weight",
+    }
+    return model.eval()
+
+
+@each_mode
+@pytest.mark.parametrize("name", GOLDEN_CASES)
+def test_checkpoint_of_the_public_reference_gives_its_outputs(name, mode):
+    expected = load_file(GOLDEN / f"{name}.expected.safetensors")
+    batch = {key: expected[key] for key in ("input_ids", "attention_mask", "token_type_ids")}
+    real = batch["attention_mask"].bool()
+    assert not real.all()
+    with torch.no_grad():
+        output = load_golden(name)(**batch, attn_mode=mode, output_hidden_states=True)
+    assert_close(output.hidden_states[-1][real], expected["last_hidden_state"][real])
+    if output.logits.ndim == 2:
+        assert_close(output.logits, expected["logits"])
+    else:
+        assert_close(output.logits[real], expected["logits"][real])
+
+
+def reference_attention(config, weights, x, keep):
+    """What LionAttention hands to its output projection, and its attention matrix, by the float64 loop."""
+
+    def linear(name):
+        return nn.functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    heads = config.num_attention_heads
+    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in linear("qkv_proj").chunk(3, -1))
+    if config.feature_map == "elu":
+        q, k = (torch.where(z > 0, z + 1, z.exp()) for z in (q, k))
+    elif config.feature_map == "silu":
+        q, k = (z * z.sigmoid() + 0.5 for z in (q, k))
+        q, k = (z / (z * z).sum(-1, keepdim=True).sqrt() for z in (q, k))
+    log_decay = None
+    if config.decay_type == "fixed":
+        log_decay = weights["decay_bias"].sigmoid().log()
+    elif config.decay_type == "selective":
+        log_decay = (1 - linear("decay_bias_proj").sigmoid()).log().transpose(1, 2)
+    matrix = loop_weights(q, k, log_decay, key_mask=keep)
+    matrix = matrix / (matrix.sum(-1, keepdim=True) + 1e-6) if config.normalize else matrix / math.sqrt(q.shape[-1])
+    output = (matrix @ v).transpose(1, 2).flatten(2)
+    if config.attention_output_norm:
+        output = nn.functional.layer_norm(
+            output, output.shape[-1:], weights["norm.weight"], weights["norm.bias"], 1e-5
+        )
+    return output, matrix
+
+
+def below(state, prefix):
+    return {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
+
+
+def reference_encoder(model, batch):
+    """Hidden states after every layer and attention matrices, in plain float64 torch and the float64 loop."""
+    config, state = model.config, {name: x.double() for name, x in model.state_dict().items()}
+
+    def norm(x, name):
+        return nn.functional.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"], 1e-12)
+
+    def linear(x, name):
+        return nn.functional.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def feed_forward(x, name):
+        x = linear(x, f"{name}.fc1")
+        return linear(x * 0.5 * (1 + torch.erf(x / math.sqrt(2))), f"{name}.fc2")
+
+    x = state["embeddings.word_embeddings.weight"][batch["input_ids"]]
+    x = x + state["embeddings.token_type_embeddings.weight"][batch["token_type_ids"]]
+    if config.position_embedding_type == "absolute":
+        x = x + state["embeddings.position_embeddings.weight"][: x.shape[1]]
+    x = norm(x, "embeddings.norm")
+    states, matrices = [x], []
+    for i in range(config.num_hidden_layers):
+        name = f"layers.{i}"
+        pre = config.norm_position == "pre"
+        attended, matrix = reference_attention(
+            config,
+            below(state, f"{name}.attention."),
+            norm(x, f"{name}.attention_norm") if pre else x,
+            batch["attention_mask"],
+        )
+        attended = linear(attended, f"{name}.attention.out_proj")
+        if pre:
+            x = x + attended
+            x = x + feed_forward(norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
+        else:
+            x = norm(x + attended, f"{name}.attention_norm")
+            x = norm(x + feed_forward(x, f"{name}.mlp"), f"{name}.mlp_norm")
+        states.append(x)
+        matrices.append(matrix)
+    if config.norm_position == "pre":
+        states[-1] = norm(x, "final_norm")
+    return states, matrices
+
+
+VARIANTS = {
+    **RECIPES,
+    "pre-norm without normalisation": {"norm_position": "pre"},
+    "norm on the attention output": {"attention_output_norm": True},
+    "no norm on the attention output": {"attention_output_norm": False},
+    "positions": {"position_embedding_type": "absolute"},
+    "no positions": {"position_embedding_type": "none"},
+    "elu map": {"feature_map": "elu", "normalize": True},
+    "silu map, not normalised": {"feature_map": "silu"},
+    "no biases on queries, keys and values": {"qkv_bias": False},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@each_decay
+def test_encoder_equals_a_float64_loop_over_the_definition(decay_type, variant):
+    model = build(LionModel, decay_type, dtype=torch.float64, **VARIANTS[variant])
+    batch = make_batch()
+    expected, _ = reference_encoder(model, batch)
+    for mode in MODES:
+        with torch.no_grad():
+            states = model(**batch, attn_mode=mode, output_hidden_states=True).hidden_states
+        assert len(states) == len(expected) == model.config.num_hidden_layers + 1
+        for actual, right in zip(states, expected, strict=True):
+            assert_close(actual, right, 1e-9)
+
+
+class DefinedAttention(nn.Module):
+    """Stands in for BERT's self-attention: the operator's definition, everything around it is BERT's own."""
+
+    def __init__(self, config, weights, keep):
+        super().__init__()
+        self.arguments = config, weights, keep
+
+    def forward(self, hidden_states, *args, **kwargs):
+        config, weights, keep = self.arguments
+        return reference_attention(config, weights, hidden_states, keep)
+
+
+BERT_NAMES = [
+    (r"embeddings\.norm", "embeddings.LayerNorm"),
+    (r"^layers", "encoder.layer"),
+    (r"attention\.out_proj", "attention.output.dense"),
+    (r"attention_norm", "attention.output.LayerNorm"),
+    (r"mlp\.fc1", "intermediate.dense"),
+    (r"mlp\.fc2", "output.dense"),
+    (r"mlp_norm", "output.LayerNorm"),
+    (r"pooler\.dense", "pooler.dense"),
+]
+
+
+@each_decay
+def test_all_but_the_operator_is_bert(decay_type):
+    model = build(LionModel, decay_type, dtype=torch.float64, classifier_pooling="cls")
+    config, batch, state = model.config, make_batch(), model.state_dict()
+    batch["attention_mask"][2] = 1  # BERT pools the first position, whatever the mask
+    sizes = {name: getattr(config, name) for name in LionConfig.__dataclass_fields__ if hasattr(BertConfig(), name)}
+    sizes.pop("architectures")
+    bert = BertModel(BertConfig(**sizes)).double().eval()
+
+    renamed = {}
+    for name, value in state.items():
+        for pattern, replacement in BERT_NAMES:
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = value
+    # LION-D and LION-S have no positions, which BERT always adds.
+    renamed.setdefault("embeddings.position_embeddings.weight", torch.zeros(40, 48, dtype=torch.float64))
+    missing, _ = bert.load_state_dict(renamed, strict=False)
+    assert all(".attention.self." in name for name in missing)
+    for i, layer in enumerate(bert.encoder.layer):
+        weights = below(state, f"layers.{i}.attention.")
+        layer.attention.self = DefinedAttention(config, weights, batch["attention_mask"])
+
+    with torch.no_grad():
+        expected, actual = bert(**batch), model(**batch)
+    assert_close(actual.last_hidden_state, expected.last_hidden_state, 1e-9)
+    assert_close(actual.pooler_output, expected.pooler_output, 1e-9)
+
+
+@each_recipe
+@pytest.mark.parametrize("decay_type", ["fixed", "selective"])
+def test_reversed_text_gives_reversed_states(decay_type, recipe):
+    model, batch = build(LionModel, decay_type, **RECIPES[recipe]), make_batch()
+    with torch.no_grad():
+        states = model(**batch).last_hidden_state
+        reversed_states = model(**{name: x.flip(1) for name, x in batch.items()}).last_hidden_state
+    assert_close(reversed_states.flip(1), states)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decays
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def decays_of(attention):
+    """Decays of a layer, in float64, for LION-S those of a token whose hidden state is zero."""
+    if attention.config.decay_type == "fixed":
+        return attention.decay_bias.double().sigmoid()
+    return 1 - attention.decay_bias_proj.bias.double().sigmoid()
+
+
+def decay_parameters(model):
+    return {name: p for name, p in model.named_parameters() if re.search(r"attention\.decay_bias", name)}
+
+
+@pytest.mark.parametrize("longest", [64, 512, 100_000])
+@pytest.mark.parametrize("decay_type", ["fixed", "selective"])
+def test_multiscale_time_constants_are_log_spaced_from_four_tokens_to_the_length(decay_type, longest):
+    config = tiny_config(decay_type, decay_init="multiscale", num_attention_heads=6, max_position_embeddings=longest)
+    expected = [math.exp(-1 / (4 * (longest / 4) ** (head / 5))) for head in range(6)]
+    expected = torch.tensor(expected, dtype=torch.float64)
+    for layer in LionModel(config).layers:
+        # Close to 1 it is the distance to 1 that matters.
+        torch.testing.assert_close(1 - decays_of(layer.attention), 1 - expected, rtol=1e-4, atol=0)
+
+
+def test_paper_decays_are_drawn_from_a_normal_distribution():
+    sizes = {"hidden_size": 256, "num_attention_heads": 128, "num_hidden_layers": 16, "intermediate_size": 8}
+    torch.manual_seed(0)
+    model = LionModel(tiny_config("fixed", decay_init="paper", **sizes))
+    draws = torch.cat([layer.attention.decay_bias for layer in model.layers]).double()  # 2048 of them
+    # Four standard errors of each moment
+    assert abs(draws.mean()) < 4 / 2048**0.5
+    assert abs(draws.var() - 1) < 4 * (2 / 2048) ** 0.5
+    assert abs((draws**3).mean()) < 4 * (15 / 2048) ** 0.5
+    assert abs((draws**4).mean() - 3) < 4 * (96 / 2048) ** 0.5
+
+
+def test_paper_gates_start_with_zero_bias_and_random_weights():
+    model = LionModel(tiny_config("selective", decay_init="paper"))
+    for layer in model.layers:
+        assert layer.attention.decay_bias_proj.bias.eq(0).all()
+        assert 0.015 < layer.attention.decay_bias_proj.weight.std() < 0.025  # initializer_range
+
+
+def test_without_decay_there_are_no_decay_parameters():
+    assert not decay_parameters(LionModel(tiny_config("none")))
+
+
+@pytest.mark.parametrize("decay_init", ["paper", "multiscale"])
+@pytest.mark.parametrize("decay_type", ["fixed", "selective"])
+def test_a_hundred_models_built_in_bfloat16_have_sound_decays(decay_type, decay_init, operator_calls):
+    config = tiny_config(decay_type, decay_init=decay_init, num_hidden_layers=1)
+    batch = make_batch(12)
+    for seed in range(100):
+        torch.manual_seed(seed)
+        model = AutoModel.from_config(config, dtype=torch.bfloat16)
+        assert model.layers[0].attention.qkv_proj.weight.dtype == torch.bfloat16
+        parameters = decay_parameters(model)
+        assert parameters
+        operator_calls.clear()
+        model(**batch).last_hidden_state.square()[..., 0].sum().backward()
+        decays = operator_calls[0]["log_decay"].exp()
+        assert decays.dtype == torch.float32
+        assert ((decays > 0) & (decays < 1)).all()  # false also of NaN
+        for name, parameter in parameters.items():
+            assert parameter.dtype == torch.float32
+            assert parameter.isfinite().all()
+            by_head = parameter.grad.reshape(config.num_attention_heads, -1)
+            assert by_head.isfinite().all() and by_head.ne(0).any(-1).all(), (seed, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("decay_type", ["fixed", "selective"])
+def test_decays_load_in_float32_whatever_the_dtype(tmp_path, decay_type, dtype):
+    model = build(LionForMaskedLM, decay_type)
+    model.save_pretrained(tmp_path)
+    loaded = LionForMaskedLM.from_pretrained(tmp_path, dtype=dtype)
+    expected = decay_parameters(model)
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype == (torch.float32 if name in expected else dtype), name
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in decay_parameters(loaded).items())
+
+
+@each_mode
+@each_decay
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_models_follow_the_float32_one(tmp_path, dtype, decay_type, mode):
+    model, batch = build(LionModel, decay_type), make_batch()
+    model.save_pretrained(tmp_path)
+    loaded = LionModel.from_pretrained(tmp_path, dtype=dtype)
+    cast = build(LionModel, decay_type).to(dtype)  # its decays, too
+    with torch.no_grad():
+        expected = model(**batch).last_hidden_state
+        for half in (loaded, cast):
+            states = half(**batch, attn_mode=mode).last_hidden_state
+            assert states.dtype == dtype
+            # Two layers' rounding around the operator: at most 2.6e-2 and 3.1e-3 over twenty seeds, decays or none.
+            assert relative_error(states, expected) < (4e-2 if dtype == torch.bfloat16 else 5e-3)
+            # The forms themselves differ by far less.
+            assert relative_error(states, half(**batch, attn_mode="parallel").last_hidden_state) < 1e-2
+
+
+def test_dtype_auto_loads_the_dtype_that_was_saved(tmp_path):
+    build(LionForMaskedLM, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path, dtype="auto")
+    assert loaded.decoder.weight.dtype == torch.bfloat16
+    assert all(parameter.dtype == torch.float32 for parameter in decay_parameters(loaded).values())
+    assert loaded(**make_batch()).logits.isfinite().all()
+
+
+@each_recipe
+@each_decay
+def test_three_forms_agree_under_autocast(decay_type, recipe, operator_calls):
+    model, batch = build(LionModel, decay_type, **RECIPES[recipe]), make_batch(70 if decay_type != "none" else 40)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        states = {mode: model(**batch, attn_mode=mode).last_hidden_state for mode in MODES}
+    assert all(relative_error(states[mode], states["parallel"]) < 1e-2 for mode in MODES)
+    with torch.no_grad():
+        assert relative_error(states["parallel"], model(**batch).last_hidden_state) < 3e-2
+    for call in operator_calls:
+        assert call["log_decay"] is None or call["log_decay"].dtype == torch.float32
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Three forms
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-9)], ids=str)
+@each_recipe
+@each_decay
+def test_three_forms_agree_in_logits_and_in_every_gradient(decay_type, recipe, dtype, tolerance):
+    model = build(LionForMaskedLM, decay_type, dtype=dtype, max_position_embeddings=80, **RECIPES[recipe])
+    batch = make_batch(70)
+    logits, expected = gradients(model, batch, attn_mode="parallel")
+    assert len(expected) == len(list(model.parameters()))
+    for mode in ("chunk", "rnn"):
+        actual_logits, actual = gradients(model, batch, attn_mode=mode)
+        assert_close(actual_logits, logits, tolerance)
+        errors = {name: relative_error(actual[name], gradient) for name, gradient in expected.items()}
+        assert max(errors.values()) < tolerance, errors
+
+
+@pytest.mark.parametrize("attn_mode", MODES)
+@each_class
+def test_form_is_chosen_in_the_config_by_method_and_per_call(tmp_path, cls, attn_mode, operator_calls):
+    def modes_of(model, **kwargs):
+        operator_calls.clear()
+        with torch.no_grad():
+            model(**batch_for(cls), **kwargs)
+        assert len(operator_calls) == model.config.num_hidden_layers
+        return {call["mode"] for call in operator_calls}
+
+    other = MODES[(MODES.index(attn_mode) + 1) % 3]
+    model = build(cls, attn_mode=attn_mode, chunk_size=7)
+    assert modes_of(model) == {attn_mode}
+    assert {call["chunk_size"] for call in operator_calls} == {7}
+    assert modes_of(model, attn_mode=other) == {other}
+    assert modes_of(model) == {attn_mode}  # a call's choice is that call's only
+    model.set_attn_mode(other)
+    assert modes_of(model) == {other}
+    model.save_pretrained(tmp_path)
+    assert modes_of(cls.from_pretrained(tmp_path)) == {other}
+    assert modes_of(cls.from_pretrained(tmp_path, attn_mode=attn_mode)) == {attn_mode}
+
+
+@each_class
+def test_forms_agree_in_every_class(cls):
+    model, batch = build(cls, attn_mode="parallel"), batch_for(cls)
+    with torch.no_grad():
+        expected = outputs_of(model(**batch))
+        for mode in MODES:
+            assert_close(outputs_of(model(**batch, attn_mode=mode)), expected)
+
+
+@pytest.mark.parametrize(
+    ("decay_type", "longest"),
+    [
+        ("none", PARALLEL_MAX_LENGTH_WITHOUT_DECAY),
+        ("fixed", PARALLEL_MAX_LENGTH),
+        ("selective", PARALLEL_MAX_LENGTH),
+    ],
+)
+def test_auto_is_parallel_up_to_the_crossover_and_chunk_beyond(decay_type, longest, operator_calls):
+    model = build(LionModel, decay_type, max_position_embeddings=longest + 1)
+    assert model.config.attn_mode == "auto"
+    for length in (1, longest, longest + 1):
+        operator_calls.clear()
+        with torch.no_grad():
+            model(**make_batch(length))
+        assert {call["mode"] for call in operator_calls} == {"parallel" if length <= longest else "chunk"}
+
+
+@pytest.mark.parametrize("name", ["recurrent", "Parallel", ""])
+def test_unknown_form_is_refused_with_the_accepted_names(name):
+    model = build(LionForMaskedLM)
+    expected = rf"`attn_mode` must be one of 'auto', 'parallel', 'chunk', 'rnn', got '{name}'"
+    with pytest.raises(ValueError, match=expected):
+        model(**make_batch(), attn_mode=name)
+    with pytest.raises(ValueError, match=expected):
+        model.set_attn_mode(name)
+    assert model.config.attn_mode == "auto"
+
+
+@each_mode
+@each_recipe
+@each_decay
+def test_uninitialised_memory_never_shows(decay_type, recipe, mode, poisoned_memory):
+    assert torch.empty(3).isnan().all()
+    model, batch = build(LionForMaskedLM, decay_type, **RECIPES[recipe]), make_batch(37)
+    logits, actual = gradients(model, batch, attn_mode=mode)
+    torch.use_deterministic_algorithms(False)
+    expected_logits, expected = gradients(model, batch, attn_mode=mode)
+    assert logits.isfinite().all()
+    assert_close(logits, expected_logits)
+    for name, gradient in expected.items():
+        assert_close(actual[name], gradient, 1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention maps, attention dropout
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@each_recipe
+@each_decay
+def test_attention_maps_follow_the_definition(decay_type, recipe):
+    model, batch = build(LionModel, decay_type, dtype=torch.float64, **RECIPES[recipe]), make_batch()
+    with torch.no_grad():
+        attentions = model(**batch, output_attentions=True).attentions
+    _, expected = reference_encoder(model, batch)
+    assert isinstance(attentions, tuple) and len(attentions) == model.config.num_hidden_layers
+    for actual, right in zip(attentions, expected, strict=True):
+        assert actual.shape == (3, 3, 24, 24)
+        assert_close(actual, right, 1e-9)
+        masked = (batch["attention_mask"] == 0)[:, None, None].expand_as(actual)
+        assert actual[masked].eq(0).all()  # nobody looks at a masked token
+        if model.config.normalize:
+            assert_close(actual.sum(-1), torch.ones(3, 3, 24), 1e-4)
+
+
+@each_head
+def test_attention_maps_and_hidden_states_come_out_of_every_head(cls):
+    model, batch = build(cls), batch_for(cls)
+    with torch.no_grad():
+        output = model(**batch, output_attentions=True, output_hidden_states=True)
+        encoder = model.lion(**make_batch(), output_attentions=True, output_hidden_states=True)
+        as_tuple = model(**batch, output_attentions=True, return_dict=False)
+    assert len(output.attentions) == 2 and len(output.hidden_states) == 3
+    assert all(torch.equal(*pair) for pair in zip(output.attentions, encoder.attentions, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(output.hidden_states, encoder.hidden_states, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(as_tuple[-1], encoder.attentions, strict=True))
+    assert output.to_tuple()[0].equal(as_tuple[0])
+
+
+def test_attention_maps_by_config():
+    model, batch = build(LionModel, output_attentions=True), make_batch()
+    assert len(model(**batch).attentions) == 2
+    assert model(**batch, output_attentions=False).attentions is None
+    assert build(LionModel)(**batch).attentions is None
+
+
+@pytest.mark.parametrize("mode", ["chunk", "rnn"])
+def test_attention_maps_of_another_form_warn_once_and_change_no_output(mode, warned):
+    model, batch = build(LionForMaskedLM, attn_mode=mode), make_batch()
+    with torch.no_grad():
+        expected, parallel = model(**batch), model(**batch, attn_mode="parallel", output_attentions=True)
+        assert not warned()
+        output = model(**batch, output_attentions=True)
+        model(**batch, output_attentions=True)
+    assert len(warned()) == 1
+    assert mode in warned()[0] and "parallel" in warned()[0]
+    assert_close(output.logits, expected.logits)
+    assert all(torch.equal(*pair) for pair in zip(output.attentions, parallel.attentions, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["auto", "parallel"])
+def test_attention_maps_of_the_parallel_form_do_not_warn(mode, warned):
+    build(LionModel, attn_mode=mode)(**make_batch(140), output_attentions=True)
+    assert not warned()
+
+
+@pytest.mark.parametrize("mode", ["chunk", "rnn"])
+def test_ignored_attention_dropout_warns_once(mode, warned):
+    model, batch = build(LionModel, attention_probs_dropout_prob=0.5), make_batch()
+    expected = model(**batch, attn_mode=mode).last_hidden_state
+    assert not warned()  # nothing is dropped in evaluation
+    model.train()
+    for _ in range(2):
+        assert torch.equal(model(**batch, attn_mode=mode).last_hidden_state, expected)
+    assert len(warned()) == 1
+    assert mode in warned()[0] and "attention_probs_dropout_prob" in warned()[0]
+    build(LionModel).train()(**batch, attn_mode=mode)
+    assert len(warned()) == 1  # without dropout there is nothing to say
+
+
+@each_recipe
+@each_decay
+def test_attention_dropout_keeps_the_mean_in_the_parallel_form(decay_type, recipe, warned):
+    overrides = {**RECIPES[recipe], "attention_output_norm": False}  # linear in the weights, so that means can be seen
+    model = build(LionModel, decay_type, attention_probs_dropout_prob=0.3, **overrides)
+    attention, x = model.layers[0].attention, torch.randn(1, 9, 48, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, _ = attention(x)
+        attention.train()
+        torch.manual_seed(0)
+        draws = torch.stack([attention(x)[0] for _ in range(1500)])
+    assert not torch.equal(draws[0], draws[1])
+    standard_error = draws.std(0) / 1500**0.5
+    assert ((draws.mean(0) - expected).abs() < 5 * standard_error + 1e-6).all()
+    assert not warned()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inputs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@each_class
+def test_embeddings_equal_the_ids_that_they_embed(cls):
+    model, batch = build(cls, "none"), batch_for(cls)
+    with torch.no_grad():
+        expected = outputs_of(model(**batch))
+        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
+        assert torch.equal(outputs_of(model(**batch)), expected)
+
+
+@each_class
+def test_exactly_one_of_ids_and_embeddings_is_needed(cls):
+    model, batch = build(cls), batch_for(cls)
+    embeds = model.get_input_embeddings()(batch["input_ids"])
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+        model(**batch, inputs_embeds=embeds)
+    batch.pop("input_ids")
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+        model(**batch)
+
+
+def test_position_ids_choose_rows_of_the_table():
+    model, batch = build(LionModel, "none"), make_batch()
+    permutation = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = model(**batch).last_hidden_state
+        assert torch.equal(model(**batch, position_ids=torch.arange(24)[None]).last_hidden_state, plain)
+        permuted = model(**batch, position_ids=permutation[None, :24]).last_hidden_state
+        table = model.embeddings.position_embeddings.weight
+        table.copy_(table[permutation])
+        expected = model(**batch).last_hidden_state
+    assert torch.equal(permuted, expected)
+    assert relative_error(permuted, plain) > 0.1
+
+
+@pytest.mark.parametrize("decay_type", ["fixed", "selective"])
+def test_position_ids_mean_nothing_under_decays(decay_type):
+    model, batch = build(LionModel, decay_type), make_batch()
+    shuffled = torch.randperm(24, generator=torch.Generator().manual_seed(0))[None]
+    with torch.no_grad():
+        expected = model(**batch).last_hidden_state
+        assert torch.equal(model(**batch, position_ids=shuffled).last_hidden_state, expected)
+
+
+def test_absolute_positions_end_where_their_table_does():
+    model = build(LionModel, "none")
+    with torch.no_grad():
+        assert model(**make_batch(40)).last_hidden_state.shape == (3, 40, 48)
+        with pytest.raises(ValueError, match=r"41 tokens.*`max_position_embeddings` = 40"):
+            model(**make_batch(41))
+        positions = torch.arange(41)[None] % 40
+        assert model(**make_batch(41), position_ids=positions).last_hidden_state.shape == (3, 41, 48)
+
+
+@pytest.mark.parametrize("decay_type", ["fixed", "selective"])
+def test_decays_set_no_limit_on_the_length(decay_type):
+    with torch.no_grad():
+        states = build(LionModel, decay_type)(**make_batch(500)).last_hidden_state
+    assert states.shape == (3, 500, 48) and states.isfinite().all()
+
+
+@each_decay
+def test_token_types_matter_and_default_to_zero(decay_type):
+    model, batch = build(LionModel, decay_type), make_batch()
+    types = batch.pop("token_type_ids")
+    with torch.no_grad():
+        plain = model(**batch).last_hidden_state
+        assert torch.equal(model(**batch, token_type_ids=torch.zeros_like(types)).last_hidden_state, plain)
+        assert relative_error(model(**batch, token_type_ids=types).last_hidden_state, plain) > 0.1
+
+
+@each_mode
+@each_decay
+def test_masks_of_any_dtype_are_equal(decay_type, mode):
+    model, batch = build(LionForSequenceClassification, decay_type), make_batch()
+    mask = batch.pop("attention_mask")
+    with torch.no_grad():
+        expected = model(**batch, attention_mask=mask, attn_mode=mode).logits
+        for dtype in (torch.bool, torch.int32, torch.uint8, torch.float32, torch.float16):
+            assert torch.equal(model(**batch, attention_mask=mask.to(dtype), attn_mode=mode).logits, expected)
+        plain = model(**batch, attn_mode=mode).logits
+        assert torch.equal(model(**batch, attention_mask=torch.ones_like(mask), attn_mode=mode).logits, plain)
+    assert relative_error(expected[1:], plain[1:]) > 1e-3
+
+
+@pytest.mark.parametrize("shape", [(3, 23), (24,), (1, 24), (3, 1, 1, 24), (3, 24, 24)], ids=str)
+@pytest.mark.parametrize("cls", [LionModel, LionForSequenceClassification], ids=lambda cls: cls.__name__)
+def test_mask_of_another_shape_is_refused(cls, shape):
+    batch = {**make_batch(), "attention_mask": torch.ones(shape, dtype=torch.long)}
+    with pytest.raises(ValueError, match=re.escape(f"(batch, length) = (3, 24), got shape {shape}")):
+        build(cls)(**batch)
+
+
+def test_additive_mask_is_refused():
+    """0 where a token counts and a large negative number elsewhere: read as 1 and 0 it would say the opposite."""
+    batch = make_batch()
+    batch["attention_mask"] = (1.0 - batch["attention_mask"]) * torch.finfo(torch.float32).min
+    with pytest.raises(ValueError, match="mask"):
+        build(LionModel)(**batch)
+
+
+@each_mode
+@each_decay
+@each_recipe
+@pytest.mark.parametrize("sizes", [{"length": 11}, {"length": 11, "num_attention_heads": 1}, {"length": 1}], ids=str)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_a_single_row_changes_no_real_token(side, sizes, recipe, decay_type, mode):
+    sizes = dict(sizes)
+    length = sizes.pop("length")
+    model = build(LionForTokenClassification, decay_type, **sizes, **RECIPES[recipe])
+    ids = make_batch(length)["input_ids"][:1]
+    positions = torch.arange(length)[None]
+
+    def pad(x):
+        return nn.functional.pad(x, (5, 0) if side == "left" else (0, 5))
+
+    with torch.no_grad():
+        expected = model(ids, position_ids=positions, attn_mode=mode).logits
+        padded = model(
+            pad(ids) + pad(torch.ones_like(ids)).eq(0) * 7,  # padding need not be the padding token
+            attention_mask=pad(torch.ones_like(ids)),
+            position_ids=pad(positions),
+            attn_mode=mode,
+        ).logits
+    real = padded[:, 5:] if side == "left" else padded[:, :length]
+    assert_close(real, expected)
+
+
+@each_recipe
+@each_decay
+def test_mean_pooling_takes_real_tokens_only(decay_type, recipe):
+    model, batch = build(LionModel, decay_type, classifier_pooling="mean", **RECIPES[recipe]), make_batch()
+    with torch.no_grad():
+        output = model(**batch)
+        for i, keep in enumerate(batch["attention_mask"].bool()):
+            pooled = torch.stack(
+                [state for state, k in zip(output.last_hidden_state[i], keep, strict=True) if k]
+            ).mean(0)
+            expected = torch.tanh(model.pooler.dense.weight @ pooled + model.pooler.dense.bias)
+            assert_close(output.pooler_output[i], expected)
+        unmasked = model(batch["input_ids"])
+        expected = torch.tanh(model.pooler.dense(unmasked.last_hidden_state.mean(1)))
+    assert_close(unmasked.pooler_output, expected)
+
+
+@each_decay
+def test_cls_pooling_takes_the_first_real_token(decay_type):
+    model, batch = build(LionModel, decay_type, classifier_pooling="cls"), make_batch()
+    first = [0, 0, 4]  # the third row is padded on the left
+    assert batch["attention_mask"][2].tolist()[:5] == [0, 0, 0, 0, 1]
+    with torch.no_grad():
+        output = model(**batch)
+        expected = torch.tanh(
+            model.pooler.dense(torch.stack([output.last_hidden_state[i, first[i]] for i in range(3)]))
+        )
+        unmasked = model(batch["input_ids"])
+        expected_unmasked = torch.tanh(model.pooler.dense(unmasked.last_hidden_state[:, 0]))
+    assert_close(output.pooler_output, expected)
+    assert_close(unmasked.pooler_output, expected_unmasked)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@each_mode
+@each_recipe
+@each_decay
+def test_a_row_without_any_token_spoils_nothing(decay_type, recipe, mode, pooling):
+    overrides = {"num_hidden_layers": 3, "classifier_pooling": pooling, **RECIPES[recipe]}
+    model, batch = build(LionForSequenceClassification, decay_type, **overrides), make_batch()
+    normal = {name: x[1:2] for name, x in batch.items()}
+    both = {name: x[:2].flip(0).clone() for name, x in batch.items()}
+    both["attention_mask"][1] = 0
+    with torch.no_grad():
+        alone = model(**normal, attn_mode=mode, output_hidden_states=True)
+        together = model(**both, attn_mode=mode, output_hidden_states=True)
+    for expected, actual in zip(alone.hidden_states, together.hidden_states, strict=True):
+        assert actual.isfinite().all()
+        assert_close(actual[:1], expected)
+    assert together.logits.isfinite().all()
+    assert_close(together.logits[:1], alone.logits)
+    _, grads = gradients(model, both, attn_mode=mode)
+    assert len(grads) == len(list(model.parameters()))
+    assert all(gradient.isfinite().all() for gradient in grads.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients and losses
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@each_decay
+@each_head
+def test_every_parameter_gets_a_gradient(cls, decay_type):
+    model = build(cls, decay_type).train()
+    model(**batch_for(cls), **targets_for(cls)).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        # A constant added to the scores of all choices changes no choice.
+        if not (cls is LionForMultipleChoice and name == "classifier.bias"):
+            assert parameter.grad.ne(0).any(), name
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@each_mode
+@each_decay
+def test_gradient_checkpointing_recomputes_and_gives_equal_gradients(decay_type, mode, use_reentrant, operator_calls):
+    model, batch = build(LionForSequenceClassification, decay_type).train(), make_batch()
+    _, expected = gradients(model, batch, attn_mode=mode)
+    assert len(operator_calls) == 2
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    _, actual = gradients(model, batch, attn_mode=mode)
+    assert len(operator_calls) == 2 + 2 * 2
+    assert {call["mode"] for call in operator_calls} == {mode}
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert_close(actual[name], gradient)
+
+
+def cross_entropy(logits, label):
+    """Of one row, from its definition."""
+    return (logits.double().exp().sum().log() - logits[label].double()).item()
+
+
+def losses_by_hand(cls, output, targets):
+    """The losses of all targets, one by one."""
+    if cls is LionForQuestionAnswering:
+        return [
+            cross_entropy(output[f"{end}_logits"][i], position) / 2
+            for end in ("start", "end")
+            for i, position in enumerate(targets[f"{end}_positions"].tolist())
+        ]
+    rows = output.logits.reshape(-1, output.logits.shape[-1])
+    labels = targets["labels"].flatten().tolist()
+    return [cross_entropy(row, label) for row, label in zip(rows, labels, strict=True) if label != -100]
+
+
+def number_of_targets(cls, losses):
+    return len(losses) // 2 if cls is LionForQuestionAnswering else len(losses)
+
+
+@each_head
+def test_loss_is_the_mean_cross_entropy_over_targets(cls):
+    model, targets = build(cls), targets_for(cls)
+    with torch.no_grad():
+        output = model(**batch_for(cls), **targets)
+        without_targets = model(**batch_for(cls))
+    losses = losses_by_hand(cls, output, targets)
+    assert output.loss.ndim == 0
+    assert output.loss.item() == pytest.approx(sum(losses) / number_of_targets(cls, losses), rel=1e-5)
+    assert without_targets.loss is None
+    assert torch.equal(outputs_of(without_targets), outputs_of(output))
+
+
+@pytest.mark.parametrize("as_count", [int, torch.tensor])
+@each_head
+def test_loss_is_averaged_over_the_items_of_the_whole_batch(cls, as_count):
+    """With gradient accumulation Trainer counts the targets of all micro-batches and says so to the model."""
+    model, targets = build(cls), targets_for(cls)
+    with torch.no_grad():
+        output = model(**batch_for(cls), **targets, num_items_in_batch=as_count(1000))
+    assert output.loss.item() == pytest.approx(sum(losses_by_hand(cls, output, targets)) / 1000, rel=1e-5)
+
+
+def squared_error(logits, labels):
+    pairs = zip(logits.flatten().tolist(), labels.flatten().tolist(), strict=True)
+    return sum((score - label) ** 2 for score, label in pairs)
+
+
+def test_regression_loss_is_averaged_over_the_items_of_the_whole_batch():
+    model, labels = build(LionForSequenceClassification, num_labels=1), torch.tensor([0.5, -2.0, 3.0])
+    with torch.no_grad():
+        output = model(**make_batch(), labels=labels, num_items_in_batch=torch.tensor(1000))
+    assert output.loss.item() == pytest.approx(squared_error(output.logits, labels) / 1000, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.long, torch.int32], ids=str)
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (1,), (1, 1)], ids=str)
+def test_regression_loss_is_the_mean_squared_error_for_labels_of_any_shape(shape, dtype):
+    model = build(LionForSequenceClassification, num_labels=1)
+    batch = {name: x[: shape[0]] for name, x in make_batch().items()}
+    labels = torch.tensor([2.0, -1.0, 5.0])[: shape[0]].reshape(shape).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output = model(**batch, labels=labels)
+        output.loss.backward()
+    assert output.logits.shape == (shape[0], 1)
+    assert output.loss.item() == pytest.approx(squared_error(output.logits, labels) / shape[0], rel=1e-5)
+
+
+def test_regression_to_several_numbers():
+    model = build(LionForSequenceClassification, problem_type="regression")
+    labels = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        output = model(**make_batch(), labels=labels)
+    assert output.loss.item() == pytest.approx(squared_error(output.logits, labels) / 9, rel=1e-5)
+
+
+def test_several_labels_at_once():
+    model = build(LionForSequenceClassification, problem_type="multi_label_classification")
+    labels = torch.tensor([[1.0, 0, 1], [0, 0, 0], [0, 1, 0]])
+    with torch.no_grad():
+        output = model(**make_batch(), labels=labels)
+    p = output.logits.double().sigmoid()
+    expected = -torch.where(labels == 1, p.log(), (1 - p).log()).mean()
+    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@each_head
+def test_batch_without_targets_has_loss_zero(cls, counted):
+    """Such batches occur by chance, in masked language modelling above all; a NaN would ruin the whole run."""
+    model = build(cls).train()
+    targets = {name: torch.full_like(x, -100) for name, x in targets_for(cls).items()}
+    if cls is LionForQuestionAnswering:  # an answer that was cut off lies at or beyond the length
+        targets = {name: torch.full_like(x, 24) for name, x in targets.items()}
+    kwargs = {"num_items_in_batch": torch.tensor(0)} if counted else {}
+    loss = model(**batch_for(cls), **targets, **kwargs).loss
+    assert loss.item() == 0
+    loss.backward()
+    assert all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
+
+
+@each_mode
+def test_sparse_prediction_is_the_same_loss_with_logits_of_the_targets_only(mode):
+    dense, sparse = (build(LionForMaskedLM, sparse_prediction=sparse) for sparse in (False, True))
+    batch, labels = make_batch(), targets_for(LionForMaskedLM)["labels"]
+    outputs = [model(**batch, labels=labels, attn_mode=mode) for model in (dense, sparse)]
+    for output in outputs:
+        output.loss.backward()
+    assert_close(outputs[1].loss, outputs[0].loss)
+    assert_close(outputs[1].logits, outputs[0].logits[labels != -100])
+    for expected, actual in zip(dense.parameters(), sparse.parameters(), strict=True):
+        assert_close(actual.grad, expected.grad)
+    counted = [model(**batch, labels=labels, num_items_in_batch=torch.tensor(7)).loss for model in (dense, sparse)]
+    assert_close(counted[1], counted[0])
+    assert_close(sparse(**batch).logits, dense(**batch).logits)  # without labels, everything
+
+    loss = sparse(**batch, labels=torch.full_like(labels, -100)).loss
+    assert loss.item() == 0
+    sparse.zero_grad()
+    loss.backward()
+    assert all(p.grad is None or p.grad.eq(0).all() for p in sparse.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Vocabulary
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("new_size", "multiple", "expected"), [(101, None, 101), (50, None, 50), (101, 8, 104), (None, 64, 128)]
+)
+def test_resized_vocabulary(tmp_path, new_size, multiple, expected, tied):
+    model = build(LionForMaskedLM, tie_word_embeddings=tied)
+    old = {name: x.clone() for name, x in model.state_dict().items()}
+    model.resize_token_embeddings(new_size, pad_to_multiple_of=multiple)
+
+    def check(model):
+        table, decoder = model.get_input_embeddings(), model.get_output_embeddings()
+        assert model.config.vocab_size == expected
+        assert table.weight.shape == decoder.weight.shape == (expected, 48)
+        assert (table.num_embeddings, decoder.out_features) == (expected, expected)
+        assert (decoder.weight.data_ptr() == table.weight.data_ptr()) is tied
+        assert decoder.bias.shape == (expected,)
+        assert decoder.bias.isfinite().all() and table.weight.isfinite().all()
+        kept = min(expected, 96)
+        assert torch.equal(table.weight[:kept], old["lion.embeddings.word_embeddings.weight"][:kept])
+        assert torch.equal(decoder.weight[:kept], old["decoder.weight"][:kept])
+        assert torch.equal(decoder.bias[:kept], old["decoder.bias"][:kept])
+        ids = torch.arange(expected - 10, expected)[None]
+        return model(ids, labels=ids)
+
+    output = check(model)
+    assert output.logits.shape == (1, 10, expected) and output.loss.isfinite()
+    output.loss.backward()
+    assert model.decoder.bias.grad.shape == (expected,)
+    model.save_pretrained(tmp_path)
+    for cls in (LionForMaskedLM, AutoModelForMaskedLM):
+        assert_close(check(cls.from_pretrained(tmp_path)).logits, output.logits)
+
+
+def test_grown_then_shrunk_vocabulary_is_the_old_model():
+    model, batch = build(LionForMaskedLM), make_batch()
+    with torch.no_grad():
+        expected = model(**batch).logits
+        model.resize_token_embeddings(101)
+        grown = model(**batch).logits
+        assert_close(grown[..., :96], expected)
+        model.resize_token_embeddings(96)
+        assert_close(model(**batch).logits, expected)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_decoder_is_tied_to_the_word_embeddings_unless_the_config_says_otherwise(tmp_path, tied):
+    model = build(LionForMaskedLM, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    loaded = LionForMaskedLM.from_pretrained(tmp_path)
+    for m in (model, loaded):
+        assert (m.decoder.weight is m.lion.embeddings.word_embeddings.weight) is tied
+    assert torch.equal(loaded.decoder.weight, model.decoder.weight)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert ("decoder.weight" in saved) is not tied
+    assert "decoder.bias" in saved
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving and loading
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def fill_with_constants(model):
+    """Each parameter with a number of its own, exact in float32."""
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.fill_((i + 1) / 64)
+    return model
+
+
+def assert_same_state(actual, expected):
+    assert actual.keys() == expected.keys()
+    assert not [name for name, x in expected.items() if not torch.equal(actual[name], x)]
+
+
+@each_decay
+@each_class
+@pytest.mark.parametrize("variant", ["paper", "pre-norm"])
+def test_every_parameter_survives_a_file(tmp_path, cls, decay_type, variant):
+    model = fill_with_constants(cls(tiny_config(decay_type, **RECIPES[variant])))
+    model.save_pretrained(tmp_path)
+    for loader in (cls, AUTO_CLASSES[cls]):
+        loaded, info = loader.from_pretrained(tmp_path, output_loading_info=True)
+        assert type(loaded) is cls
+        assert_same_state(loaded.state_dict(), model.state_dict())
+        assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert not loaded.training
+
+
+@each_decay
+@each_head
+def test_encoder_loads_into_every_head(tmp_path, cls, decay_type):
+    encoder = fill_with_constants(LionModel(tiny_config(decay_type)))
+    encoder.save_pretrained(tmp_path)
+    for loader in (cls, AUTO_CLASSES[cls]):
+        model, info = loader.from_pretrained(tmp_path, output_loading_info=True)
+        loaded = model.lion.state_dict()
+        expected = {name: x for name, x in encoder.state_dict().items() if name in loaded}
+        assert_same_state(loaded, expected)
+        assert not any(name.startswith("lion.") for name in info["missing_keys"])
+        # What the file lacks is new: finite and small.
+        fresh = {name: p for name, p in model.named_parameters() if not name.startswith("lion.")}
+        assert fresh
+        for name, parameter in fresh.items():
+            assert parameter.isfinite().all() and parameter.abs().max() <= 1, name
+            if name.endswith("bias"):
+                assert parameter.eq(0).all(), name
+
+
+def test_masked_language_model_loads_into_a_classifier_and_an_encoder(tmp_path):
+    pretrained = fill_with_constants(LionForMaskedLM(tiny_config("selective")))
+    pretrained.save_pretrained(tmp_path)
+    for model in (LionModel.from_pretrained(tmp_path), LionForSequenceClassification.from_pretrained(tmp_path).lion):
+        state = model.state_dict()
+        pooler = [state.pop(f"pooler.dense.{kind}") for kind in ("weight", "bias")]
+        assert_same_state(state, pretrained.lion.state_dict())
+        assert pooler[0].abs().max() < 0.2 and pooler[1].eq(0).all()
+
+
+@each_class
+def test_auto_class_gives_bit_equal_outputs(tmp_path, cls):
+    model, batch = build(cls), batch_for(cls)
+    model.save_pretrained(tmp_path)
+    # A copy, because tensors of a file lie unaligned in memory, where a product can round differently.
+    loaded = copy.deepcopy(AUTO_CLASSES[cls].from_pretrained(tmp_path))
+    assert type(loaded) is cls
+    assert type(AUTO_CLASSES[cls].from_config(model.config)) is cls
+    with torch.no_grad():
+        assert torch.equal(outputs_of(loaded(**batch)), outputs_of(model(**batch)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch.compile
+# ---------------------------------------------------------------------------------------------------------------------
+
+LENGTHS = (70, 100, 131, 200, 333)
+
+
+def count_graphs(model, *, dynamic, lengths=LENGTHS, masked=True, **kwargs):
+    """Run a compiled model over the lengths, check its outputs, and count the graphs that it took."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        for length in lengths:
+            batch = make_batch(length)
+            if not masked:
+                batch.pop("attention_mask")
+            assert_close(outputs_of(compiled(**batch, **kwargs)), outputs_of(model(**batch, **kwargs)))
+    torch._dynamo.reset()
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("mode", ["parallel", "chunk"])
+@each_decay
+def test_compiled_model_needs_one_dynamic_graph_for_all_lengths(decay_type, mode):
+    model = build(LionForMaskedLM, decay_type, num_hidden_layers=1, chunk_size=64, max_position_embeddings=400)
+    assert count_graphs(model, dynamic=True, attn_mode=mode) == 1
+
+
+@pytest.mark.parametrize("mode", ["parallel", "chunk"])
+def test_compiled_model_becomes_dynamic_by_itself(mode):
+    """By default torch compiles for the first length, and once more, for all lengths, when it sees a second."""
+    model = build(LionModel, num_hidden_layers=1, chunk_size=64)
+    assert count_graphs(model, dynamic=None, attn_mode=mode, masked=False) == 2
+
+
+@pytest.mark.parametrize("mode", ["parallel", "chunk"])
+def test_compiled_normalised_classifier_needs_one_dynamic_graph(mode):
+    model = build(LionForSequenceClassification, num_hidden_layers=1, chunk_size=64, **RECIPES["pre-norm"])
+    assert count_graphs(model, dynamic=True, attn_mode=mode, lengths=(70, 131, 333)) == 1
+
+
+def test_compiled_chunk_form_needs_one_more_graph_where_blocks_form_groups():
+    """Not one for each length: blocks are carried in groups of sixteen, groups in groups of groups."""
+    model = build(LionModel, num_hidden_layers=1, chunk_size=8)
+    assert count_graphs(model, dynamic=True, attn_mode="chunk", lengths=(70, 100, 128, 131, 200, 500, 1000)) == 2
+
+
+def test_compiled_auto_needs_one_graph_for_each_form():
+    model = build(LionModel, num_hidden_layers=1, chunk_size=64)
+    assert count_graphs(model, dynamic=True, lengths=(70, 100, 120, 131, 200, 333)) == 2
+
+
+@pytest.mark.parametrize("mode", ["parallel", "chunk"])
+@each_decay
+def test_compiled_gradients_equal_eager_ones(decay_type, mode):
+    model, batch = build(LionForMaskedLM, decay_type, num_hidden_layers=1, max_position_embeddings=80), make_batch(70)
+    logits, expected = gradients(model, batch, attn_mode=mode)
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager", fullgraph=True)
+    actual_logits, actual = gradients(model, batch, attn_mode=mode)
+    torch._dynamo.reset()
+    assert_close(actual_logits, logits)
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert relative_error(actual[name], gradient) < 1e-5, name
+
+
+@pytest.mark.parametrize("mode", ["parallel", "chunk"])
+def test_inductor_compiles_the_model(mode):
+    model, batch = build(LionModel, num_hidden_layers=1), make_batch()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True)(**batch, attn_mode=mode)
+        expected = model(**batch, attn_mode=mode)
+    torch._dynamo.reset()
+    assert_close(compiled.last_hidden_state, expected.last_hidden_state)
+    assert_close(compiled.pooler_output, expected.pooler_output)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipelines and Trainer
+# ---------------------------------------------------------------------------------------------------------------------
+
+WORDS = "the a cat dog sat ran on mat rug and was good bad this film about sports politics food example is ."
+SENTENCE = "the cat sat on the mat ."
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split()]
+    return BertTokenizer(vocab={token: i for i, token in enumerate(tokens)}, model_max_length=40)
+
+
+@pytest.fixture
+def save(tmp_path, tokenizer):
+    """Save a model beside its tokenizer, and give the pipeline that loads both from the folder."""
+
+    def save(task, model, **kwargs):
+        model.save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        loaded = pipeline(task, model=str(tmp_path), device="cpu", **kwargs)
+        assert type(loaded.model) is type(model)
+        return loaded
+
+    return save
+
+
+def outputs_for_text(model, tokenizer, *text):
+    with torch.no_grad():
+        return outputs_of(model(**tokenizer(*text, return_tensors="pt")))[0]
+
+
+def softmax(scores):
+    exponentials = [math.exp(score) for score in scores]
+    return [e / sum(exponentials) for e in exponentials]
+
+
+@each_decay
+def test_fill_mask_pipeline(save, tokenizer, decay_type):
+    model = build(LionForMaskedLM, decay_type, vocab_size=len(tokenizer))
+    text = "the cat [MASK] on the mat ."
+    results = save("fill-mask", model)(text, top_k=3)
+    probabilities = softmax(outputs_for_text(model, tokenizer, text)[3].tolist())  # [CLS] the cat [MASK]
+    best = sorted(range(len(probabilities)), key=probabilities.__getitem__, reverse=True)[:3]
+    assert [result["token"] for result in results] == best
+    assert [result["token_str"] for result in results] == tokenizer.convert_ids_to_tokens(best)
+    assert [result["score"] for result in results] == pytest.approx([probabilities[i] for i in best], rel=1e-4)
+
+
+@each_decay
+def test_text_classification_pipeline(save, tokenizer, decay_type):
+    labels = {0: "sad", 1: "happy", 2: "neither"}
+    model = build(LionForSequenceClassification, decay_type, vocab_size=len(tokenizer), id2label=labels)
+    texts = [SENTENCE, "good film", "the dog ran on a rug and the cat was good ."]
+    together = save("text-classification", model, top_k=None)(texts, batch_size=3)  # padded to the longest
+    for text, results in zip(texts, together, strict=True):
+        probabilities = softmax(outputs_for_text(model, tokenizer, text).tolist())
+        scores = {result["label"]: result["score"] for result in results}
+        assert scores == pytest.approx({labels[i]: p for i, p in enumerate(probabilities)}, rel=1e-4)
+
+
+def test_token_classification_pipeline(save, tokenizer):
+    labels = {0: "O", 1: "B-ANIMAL", 2: "B-THING"}
+    model = build(LionForTokenClassification, vocab_size=len(tokenizer), id2label=labels)
+    results = save("token-classification", model, ignore_labels=[])(SENTENCE)
+    logits = outputs_for_text(model, tokenizer, SENTENCE)[1:-1].tolist()  # without [CLS] and [SEP]
+    assert [result["word"] for result in results] == SENTENCE.split()
+    assert [result["entity"] for result in results] == [labels[max(range(3), key=row.__getitem__)] for row in logits]
+    assert [result["score"] for result in results] == pytest.approx([max(softmax(row)) for row in logits], rel=1e-4)
+
+
+def test_zero_shot_classification_pipeline(save, tokenizer):
+    labels = {0: "contradiction", 1: "neutral", 2: "entailment"}
+    label_ids = {name: i for i, name in labels.items()}
+    model = build(LionForSequenceClassification, vocab_size=len(tokenizer), id2label=labels, label2id=label_ids)
+    candidates, template = ["sports", "politics", "food"], "this film is about {}."
+    classify = save("zero-shot-classification", model)
+    result = classify(SENTENCE, candidates, hypothesis_template=template)
+    logits = [outputs_for_text(model, tokenizer, SENTENCE, template.format(c)).tolist() for c in candidates]
+    entailment = [row[2] for row in logits]
+    expected = dict(zip(candidates, softmax(entailment), strict=True))
+    assert dict(zip(result["labels"], result["scores"], strict=True)) == pytest.approx(expected, rel=1e-4)
+    assert result["labels"] == sorted(candidates, key=expected.get, reverse=True)
+
+
+def test_feature_extraction_pipeline(save, tokenizer):
+    model = build(LionModel, vocab_size=len(tokenizer))
+    features = save("feature-extraction", model)(SENTENCE, return_tensors=True)[0]
+    assert_close(features, outputs_for_text(model, tokenizer, SENTENCE))
+
+
+def test_question_answering_head_learns_to_point_at_a_span(tokenizer):
+    """There is no pipeline for it in Transformers 5: the best span is read from the logits."""
+    model = build(LionForQuestionAnswering, vocab_size=len(tokenizer)).train()
+    texts = ["the dog sat on the rug .", "a cat ran .", "this film was about food and a cat ."]
+    animals = [tokenizer.convert_tokens_to_ids(word) for word in ("cat", "dog")]
+    batch = tokenizer(["the example"] * 3, texts, padding=True, return_tensors="pt")
+    answers = [next(i for i, token in enumerate(row) if token in animals) for row in batch["input_ids"].tolist()]
+    positions = torch.tensor(answers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        output = model(**batch, start_positions=positions, end_positions=positions + 1)
+        optimizer.zero_grad()
+        output.loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        output = model.eval()(**batch)
+    assert output.start_logits.argmax(-1).tolist() == answers
+    assert output.end_logits.argmax(-1).tolist() == [i + 1 for i in answers]
+
+
+def toy_examples(count=48, length=12, seed=0):
+    """The label says which of two tokens occurs, somewhere in noise; lengths differ."""
+    generator = torch.Generator().manual_seed(seed)
+    examples = []
+    for i in range(count):
+        ids = torch.randint(10, 96, (length - i % 4,), generator=generator)
+        ids[torch.randint(0, len(ids), (3,), generator=generator)] = 5 + i % 2
+        examples.append({"input_ids": ids.tolist(), "labels": i % 2})
+    return examples
+
+
+def collate(examples):
+    longest = max(len(example["input_ids"]) for example in examples)
+    rows = [example["input_ids"] + [0] * (longest - len(example["input_ids"])) for example in examples]
+    ids = torch.tensor(rows)
+    labels = torch.tensor([example["labels"] for example in examples])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
+
+
+def make_trainer(model, folder, **arguments):
+    arguments = {"per_device_train_batch_size": 16, "learning_rate": 5e-3, "max_steps": 15, **arguments}
+    quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "seed": 0}
+    return Trainer(
+        model=model,
+        args=TrainingArguments(output_dir=str(folder), logging_steps=1, **quiet, **arguments),
+        train_dataset=toy_examples(),
+        data_collator=collate,
+    )
+
+
+@each_decay
+def test_trainer_fits_saves_and_reloads(tmp_path, decay_type):
+    torch.manual_seed(0)
+    model = LionForSequenceClassification(tiny_config(decay_type, num_labels=2, initializer_range=0.1))
+    decays = {name: parameter.detach().clone() for name, parameter in decay_parameters(model).items()}
+    trainer = make_trainer(model, tmp_path, max_steps=25)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.3 < losses[0]
+    held_out = collate(toy_examples(seed=1))
+    with torch.no_grad():
+        logits = model.eval()(**held_out).logits
+    assert (logits.argmax(-1) == held_out["labels"]).double().mean() > 0.9  # half of them by chance
+    assert all(not torch.equal(p, decays[name]) for name, p in decay_parameters(model).items())
+
+    trainer.save_model()
+    for loader in (LionForSequenceClassification, AutoModelForSequenceClassification):
+        with torch.no_grad():
+            assert torch.equal(copy.deepcopy(loader.from_pretrained(tmp_path))(**held_out).logits, logits)
+
+
+@pytest.mark.parametrize("decay_type", ["fixed", "selective"])
+def test_trainer_exempts_decays_from_weight_decay(tmp_path, decay_type):
+    model = LionForSequenceClassification(tiny_config(decay_type))
+    names = make_trainer(model, tmp_path).get_decay_parameter_names(model)
+    assert any("qkv_proj.weight" in name for name in names)
+    assert not [name for name in names if name in decay_parameters(model)]
+
+
+class RecordedLoss(torch.optim.SGD):
+    """Keeps the gradients of its first step."""
+
+    def step(self, closure=None):
+        self.first = getattr(self, "first", None) or [p.grad.clone() for g in self.param_groups for p in g["params"]]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("num_labels", [1, 2], ids=["regression", "classification"])
+def test_gradient_accumulation_does_not_change_the_step(tmp_path, num_labels):
+    """Sixteen examples at once or four times four: the same gradient."""
+    first = []
+    for size, steps in ((16, 1), (4, 4)):
+        model = build(LionForSequenceClassification, num_labels=num_labels)
+        optimizer = RecordedLoss(model.parameters(), lr=0.0)
+        trainer = make_trainer(
+            model,
+            tmp_path,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=steps,
+            max_steps=1,
+            max_grad_norm=0.0,
+        )
+        trainer.optimizer = optimizer
+        trainer.train()
+        first.append(torch.cat([gradient.flatten() for gradient in optimizer.first]))
+    assert relative_error(first[1], first[0]) < 1e-4
