@@ -29,10 +29,10 @@ ATTENTION_MODES = ("parallel", "chunk", "rnn")
 PARALLEL_MAX_LENGTH = 128
 PARALLEL_MAX_LENGTH_WITHOUT_DECAY = 64
 
-# Decays whose logarithm lies below this are exactly zero. They are far below one rounding error of the diagonal, and
-# the product of three of them (query, state and key each carry one) is still a normal number: a CPU computes with
-# denormal numbers tens of times slower.
-_NEGLIGIBLE = {torch.float32: -20.0, torch.float64: -46.0}
+# Decays whose logarithm lies below this are exactly zero. They are far below a rounding error of the diagonal and of
+# the epsilon of the division, yet the product of three of them (query, state and key each carry one) is a normal
+# number: a CPU computes with denormal numbers tens of times slower.
+_NEGLIGIBLE = {torch.float32: -26.0, torch.float64: -52.0}
 
 # Gates stronger than this cannot be told from it, and would only cost digits in the sums of gates. It also closes the
 # way where a segment ends.

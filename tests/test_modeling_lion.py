@@ -647,7 +647,9 @@ def test_attention_maps_follow_the_definition(decay_type, recipe):
         masked = (batch["attention_mask"] == 0)[:, None, None].expand_as(actual)
         assert actual[masked].eq(0).all()  # nobody looks at a masked token
         if model.config.normalize:
-            assert_close(actual.sum(-1), torch.ones(3, 3, 24), 1e-4)
+            # Of real tokens: far inside padding all that is seen has decayed to less than the epsilon of the division.
+            sums = actual.sum(-1).transpose(1, 2)[batch["attention_mask"] == 1]
+            assert_close(sums, torch.ones_like(sums), 1e-4)
 
 
 @each_head
