@@ -25,9 +25,9 @@ from torch.autograd.function import once_differentiable
 ATTENTION_MODES = ("parallel", "chunk", "rnn")
 
 # Longest sequence that "auto" computes in parallel form, from `scripts/benchmark.py forms`: without decays the chunk
-# form is two small products and wins as soon as the sequence is longer than a head is wide.
-PARALLEL_MAX_LENGTH = 128
-PARALLEL_MAX_LENGTH_WITHOUT_DECAY = 64
+# form is two small products and wins almost at once.
+PARALLEL_MAX_LENGTH = 256
+PARALLEL_MAX_LENGTH_WITHOUT_DECAY = 32
 
 # Decays whose logarithm lies below this are exactly zero. They are far below a rounding error of the diagonal and of
 # the epsilon of the division, yet the product of three of them (query, state and key each carry one) is a normal

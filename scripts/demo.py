@@ -36,7 +36,7 @@ from lion_transformers.scripts.checkpointing import atomic_write, write_json
 SCRIPTS = Path(__file__).parent
 NUM_HELD_OUT = 1500
 NUM_LABELLED = 12_000
-MAX_LENGTH = 128
+MAX_LENGTH = 96
 PROMPTS = [
     "this is one of the best [MASK] i have ever seen .",
     "the acting was [MASK] and the story was boring .",
@@ -124,9 +124,9 @@ def finetune(output):
         model=model,
         args=TrainingArguments(
             output_dir=str(output),
-            learning_rate=1e-3,
+            learning_rate=3e-4,
             num_train_epochs=1,
-            per_device_train_batch_size=32,
+            per_device_train_batch_size=8,
             per_device_eval_batch_size=64,
             train_sampling_strategy="group_by_length",
             warmup_steps=0.1,
@@ -175,7 +175,9 @@ def most_frequent_token_share(folder):
     """What always answering with the most frequent token of the held-out text would score."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "pretrained")
     texts = pd.read_csv(folder / "data" / "validation.csv")["text"].tolist()
-    ids = torch.tensor([i for row in tokenizer(texts, add_special_tokens=False)["input_ids"] for i in row])
+    ids = torch.tensor(
+        [i for row in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] for i in row]
+    )
     return (ids.bincount().max() / len(ids)).item()
 
 
