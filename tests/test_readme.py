@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
     """A working folder with a tiny model, its tokenizer and reviews where `make demo` puts them."""
     folder = tmp_path_factory.mktemp("readme")
     good, bad = "a great film with the best story i have ever seen .", "a boring film and the worst acting , sadly ."
-    reviews = pd.DataFrame({"text": [good, bad] * 100, "label": [1, 0] * 100})
+    reviews = pd.DataFrame({"text": [good, bad] * 500, "label": [1, 0] * 500})
     demo = folder / "outputs" / "demo"
     (demo / "data").mkdir(parents=True)
     reviews.to_csv(demo / "data" / "train.csv", index=False)
@@ -57,7 +57,7 @@ def test_python_blocks_run_one_after_the_other(folder):
     result = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    guesses = [line for line in lines if re.match(r"0\.\d{3}  this is one of the best", line)]
+    guesses = [line for line in lines if re.match(r"0\.\d{3}  ", line)]
     assert len(guesses) == 5
     accuracies = [float(line) for line in lines if re.fullmatch(r"[01]\.\d+", line)]
     assert accuracies == [1.0]  # the two reviews are easy to tell apart
