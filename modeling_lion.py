@@ -71,7 +71,11 @@ class LionEmbeddings(nn.Module):
 
 
 class LionDecayProjection(nn.Linear):
-    """Decay logits per head from each token: a class of its own, because their initial bias is not zero."""
+    """Decay logits per head from each token.
+
+    A class of its own, so that `_init_weights` is asked for it: outside of Transformers' own tree it is never asked for
+    a module without parameters of its own, as `LionAttention` is under selective decays.
+    """
 
 
 class LionAttention(nn.Module):

@@ -89,3 +89,15 @@ def test_reviews_are_clean_and_held_out_ones_are_not_trained_on(tmp_path):
     assert not set(train["text"]) & set(held_out["text"])
     assert not train["text"].str.contains("<br").any()
     assert set(train["label"]) == {0, 1} and abs(train["label"].mean() - 0.5) < 0.01
+
+
+@pytest.mark.slow
+def test_the_demo_learns(tmp_path, monkeypatch):
+    """All of it, on the real reviews: minutes."""
+    run_demo(monkeypatch, tmp_path)
+    results = json.loads((tmp_path / "demo.json").read_text())
+    assert results["masked_accuracy_before"] < 0.01
+    assert results["masked_accuracy_after"] > 3 * results["most_frequent_token_share"]
+    assert results["sentiment_accuracy"] > results["majority_class_share"] + 0.1
+    assert results["largest_difference_between_forms"] < 1e-4
+    assert results["peak_memory_gib"] < 4
