@@ -73,8 +73,8 @@ class LionEmbeddings(nn.Module):
 class LionDecayProjection(nn.Linear):
     """Decay logits per head from each token.
 
-    A class of its own, so that `_init_weights` is asked for it: outside of Transformers' own tree it is never asked for
-    a module without parameters of its own, as `LionAttention` is under selective decays.
+    A class of its own, so that `_init_weights` is called for it: outside of Transformers' own tree that is not done
+    for modules without parameters of their own, as `LionAttention` is under selective decays.
     """
 
 
