@@ -7,6 +7,8 @@ Importing this package registers the family with Transformers' Auto classes, so 
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForImageClassification,
+    AutoModelForMaskedImageModeling,
     AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
     AutoModelForQuestionAnswering,
@@ -17,6 +19,8 @@ from transformers import (
 from .attention_lion import lion_attention
 from .configuration_lion import LionConfig
 from .modeling_lion import (
+    LionForImageClassification,
+    LionForMaskedImageModeling,
     LionForMaskedLM,
     LionForMultipleChoice,
     LionForQuestionAnswering,
@@ -25,12 +29,15 @@ from .modeling_lion import (
     LionModel,
     LionPreTrainedModel,
 )
+from .scan_order_lion import SCAN_ORDERS
 
 
 __version__ = "0.1.0"
 
 AutoConfig.register(LionConfig.model_type, LionConfig)
 AutoModel.register(LionConfig, LionModel)
+AutoModelForImageClassification.register(LionConfig, LionForImageClassification)
+AutoModelForMaskedImageModeling.register(LionConfig, LionForMaskedImageModeling)
 AutoModelForMaskedLM.register(LionConfig, LionForMaskedLM)
 AutoModelForMultipleChoice.register(LionConfig, LionForMultipleChoice)
 AutoModelForQuestionAnswering.register(LionConfig, LionForQuestionAnswering)
@@ -38,7 +45,10 @@ AutoModelForSequenceClassification.register(LionConfig, LionForSequenceClassific
 AutoModelForTokenClassification.register(LionConfig, LionForTokenClassification)
 
 __all__ = [
+    "SCAN_ORDERS",
     "LionConfig",
+    "LionForImageClassification",
+    "LionForMaskedImageModeling",
     "LionForMaskedLM",
     "LionForMultipleChoice",
     "LionForQuestionAnswering",

@@ -12,7 +12,8 @@ For log-decays g ≤ 0 (LION, arXiv 2502.16249, sections 3 and 4)
 - chunk: the parallel form inside blocks, states between them; O(L) time and memory.
 - rnn: a state from each end, token by token; the least memory at inference.
 
-Masks and segments act on keys, values and gates once, before the forms part.
+Masks, segments and directions act on keys, values and gates once, before the forms part. With several scan orders
+(images: LION-D♮, LION-S♮) numerators and denominators are averaged over the orders, then divided.
 """
 
 from contextlib import nullcontext
@@ -23,6 +24,8 @@ from torch.autograd.function import once_differentiable
 
 
 ATTENTION_MODES = ("parallel", "chunk", "rnn")
+DIRECTIONS = ("both", "forward", "backward")
+DIAGONALS = ("balanced", "doubled")
 
 # Longest sequence that "auto" computes in parallel form, from `scripts/benchmark.py forms`: without decays the chunk
 # form is two small products and wins almost at once.
@@ -58,6 +61,9 @@ def lion_attention(
     chunk_size: int = 64,
     key_mask: torch.Tensor | None = None,
     segment_ids: torch.Tensor | None = None,
+    scan: tuple[torch.Tensor, torch.Tensor] | None = None,
+    direction: str = "both",
+    diagonal: str = "balanced",
     normalize: bool = False,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
@@ -73,7 +79,7 @@ def lion_attention(
         k: Keys after feature map, `(batch, heads, length, head_dim)`.
         v: Values, `(batch, heads, length, value_dim)`.
         log_decay: Logarithms of the decays, all ≤ 0: `None` (LION-LIT), `(heads,)` (LION-D) or
-            `(batch, heads, length)` (LION-S).
+            `(batch, heads, length)` (LION-S). With `scan`, each has one more axis `orders` in front.
         mode: `"parallel"`, `"chunk"` or `"rnn"`.
         chunk_size: Tokens per block of the chunk form (and of the backward pass of the rnn form); any size ≥ 1.
         key_mask: `(batch, length)`, bool, integer or float, non-zero for tokens that take part. A masked token
@@ -81,6 +87,12 @@ def lion_attention(
             its position still counts. Its own output is finite.
         segment_ids: `(batch, length)` integers. Neighbours with equal ids form a segment; segments never see each
             other. An id that comes back after another one starts a new segment.
+        scan: Permutations of the tokens and their inverses, int64 `(orders, length)` each: order n visits token
+            `scan[0][n, t]` at step t. Each order has its own decays; M is the mean over the orders. By default tokens
+            are visited as they stand.
+        direction: `"both"`, or what the paper's ablation leaves of it: `"forward"` (j ≤ i only) or `"backward"`
+            (j ≥ i only), in the sense of each scan order.
+        diagonal: `"balanced"` (M_ii = 1) or, as where two directions are simply added, `"doubled"` (M_ii = 2).
         normalize: Whether to divide each row by its sum plus `eps`.
         eps: Added to the row sums, > 0.
         dropout_p: Probability of dropping an attention weight (parallel form only).
@@ -91,12 +103,12 @@ def lion_attention(
         `(batch, heads, length, length)` in the dtype of `q`. Rows in which everything is masked are zero.
 
     Raises:
-        ValueError: for an unknown mode, `chunk_size < 1`, `eps <= 0`, shapes that do not match, additive masks,
-            positive log-decays (looked at on the CPU and outside of tracing only, where reading them is free), and
-            weights or dropout asked of another form than the parallel one.
+        ValueError: for an unknown mode, direction or diagonal, `chunk_size < 1`, `eps <= 0`, shapes that do not match,
+            additive masks, positive log-decays (looked at on the CPU and outside of tracing only, where reading them
+            is free), weights or dropout asked of another form than the parallel one, or segments together with `scan`.
     """
-    _check_shapes(q, k, v, log_decay, key_mask, segment_ids)
-    _check_options(mode, chunk_size, eps, dropout_p, return_weights)
+    _check_shapes(q, k, v, log_decay, key_mask, segment_ids, scan)
+    _check_options(mode, direction, diagonal, chunk_size, eps, dropout_p, return_weights)
     _check_values(log_decay, key_mask)
 
     output_dtype, weights_dtype = v.dtype, q.dtype
@@ -106,14 +118,23 @@ def lion_attention(
         log_decay = None if log_decay is None else log_decay.to(dtype)
         if key_mask is not None:
             k, v, log_decay = _drop_masked(k, v, log_decay, key_mask.bool())
-        gates = _directional_gates(log_decay, segment_ids, q)
+        gates = _directional_gates(log_decay, segment_ids, scan, direction, q)
 
         if mode == "parallel":
-            weights = q @ k.mT if gates is None else (q @ k.mT) * _decay_mask(*gates)  # (batch, heads, length, length)
+            weights = q @ k.mT  # (batch, heads, length, length)
+            if gates is not None:
+                weights = weights * _mean_decay_mask(gates, scan)
+            if diagonal == "doubled":
+                weights = weights + weights.diagonal(dim1=-2, dim2=-1).diag_embed()
             values = nn.functional.dropout(weights, dropout_p) @ v
             row_sums = weights.sum(-1, keepdim=True) if normalize else None
         else:
-            values, row_sums = _linear_form(q, k, v, gates, mode, chunk_size, normalize)
+            if normalize:
+                v = nn.functional.pad(v, (0, 1), value=1.0)  # the row sums ride along in the same pass
+            values = _linear_form(q, k, v, gates, scan, mode, chunk_size)
+            if diagonal == "doubled":
+                values = values + (q * k).sum(-1, keepdim=True) * v
+            values, row_sums = (values[..., :-1], values[..., -1:]) if normalize else (values, None)
 
         if normalize:
             values = values / (row_sums + eps)
@@ -135,7 +156,7 @@ def choose_mode(length: int, has_decay: bool) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _check_shapes(q, k, v, log_decay, key_mask, segment_ids):
+def _check_shapes(q, k, v, log_decay, key_mask, segment_ids, scan):
     if q.ndim != 4:
         raise ValueError(f"`q` must be (batch, heads, length, head_dim), got shape {tuple(q.shape)}")
     batch, heads, length, _ = q.shape
@@ -145,10 +166,21 @@ def _check_shapes(q, k, v, log_decay, key_mask, segment_ids):
         raise ValueError(f"`k` must have the shape of `q`, {tuple(q.shape)}, got {tuple(k.shape)}")
     if v.ndim != 4 or v.shape[:3] != q.shape[:3]:
         raise ValueError(f"`v` must be ({batch}, {heads}, {length}, value_dim), got shape {tuple(v.shape)}")
-    if log_decay is not None and log_decay.shape not in ((heads,), (batch, heads, length)):
+    axis, orders = "", ()
+    if scan is not None:
+        order, inverse = scan
+        if order.ndim != 2 or order.shape[1] != length or inverse.shape != order.shape:
+            raise ValueError(
+                f"`scan` must be two tensors (orders, length) = (orders, {length}), "
+                f"got shapes {tuple(order.shape)} and {tuple(inverse.shape)}"
+            )
+        if segment_ids is not None:
+            raise ValueError("`segment_ids` must be None with `scan`: segments are neighbours in one order only")
+        axis, orders = "orders, ", (len(order),)
+    if log_decay is not None and log_decay.shape not in ((*orders, heads), (*orders, batch, heads, length)):
         raise ValueError(
-            f"`log_decay` must be None, (heads,) = ({heads},) or (batch, heads, length) = "
-            f"({batch}, {heads}, {length}), got shape {tuple(log_decay.shape)}"
+            f"`log_decay` must be None, ({axis}heads) = {(*orders, heads)} or ({axis}batch, heads, length) = "
+            f"{(*orders, batch, heads, length)}, got shape {tuple(log_decay.shape)}"
         )
     for name, tensor in (("key_mask", key_mask), ("segment_ids", segment_ids)):
         if tensor is not None and tensor.shape != (batch, length):
@@ -159,9 +191,15 @@ def _check_shapes(q, k, v, log_decay, key_mask, segment_ids):
         raise ValueError(f"`segment_ids` must be integers, got {segment_ids.dtype}")
 
 
-def _check_options(mode, chunk_size, eps, dropout_p, return_weights):
-    if mode not in ATTENTION_MODES:
-        raise ValueError(f"`mode` must be one of {', '.join(map(repr, ATTENTION_MODES))}, got {mode!r}")
+def _check_options(mode, direction, diagonal, chunk_size, eps, dropout_p, return_weights):
+    choices = {
+        "mode": (mode, ATTENTION_MODES),
+        "direction": (direction, DIRECTIONS),
+        "diagonal": (diagonal, DIAGONALS),
+    }
+    for name, (value, accepted) in choices.items():
+        if value not in accepted:
+            raise ValueError(f"`{name}` must be one of {', '.join(map(repr, accepted))}, got {value!r}")
     if chunk_size < 1:
         raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}")
     if eps <= 0:
@@ -199,33 +237,46 @@ def _drop_masked(k, v, log_decay, keep):
     """Zero keys and values, and neutral gates where gates come from content, at masked tokens."""
     masked = ~keep[:, None]  # (batch, 1, length)
     k, v = k.masked_fill(masked[..., None], 0.0), v.masked_fill(masked[..., None], 0.0)
-    if log_decay is not None and log_decay.ndim == 3:
+    if log_decay is not None and log_decay.ndim >= 3:
         log_decay = log_decay.masked_fill(masked, 0.0)
     return k, v, log_decay
 
 
-def _directional_gates(log_decay, segment_ids, q):
+def _directional_gates(log_decay, segment_ids, scan, direction, q):
     """Gates of the walk to the right and of the walk to the left, `(batch or 1, heads or 1, length)` each.
 
-    The two differ only where a segment ends: there each closes the way in its own direction. `None` without decays
-    and segments.
+    The two differ where a walk is closed: at the ends of segments, each in its own direction, and everywhere against
+    the only direction. With `scan` they are in the order of each scan, `(batch or 1, orders · heads, length)`. `None`
+    where nothing decays and nothing is closed: then the order is of no account either.
     """
-    if log_decay is None and segment_ids is None:
+    if log_decay is None and segment_ids is None and direction == "both":
         return None
     closed = _CLOSED[q.dtype]
+    gates = _gates_in_order(log_decay, scan, q).clamp(min=closed)
+    rightward = leftward = gates
+    if segment_ids is not None:
+        ends = segment_ids[:, 1:] != segment_ids[:, :-1]  # (batch, length - 1)
+        rightward = gates.masked_fill(nn.functional.pad(ends, (0, 1))[:, None], closed)  # last of a segment
+        leftward = gates.masked_fill(nn.functional.pad(ends, (1, 0))[:, None], closed)  # first of a segment
+    if direction == "backward":
+        rightward = torch.full_like(gates, closed)
+    elif direction == "forward":
+        leftward = torch.full_like(gates, closed)
+    return rightward, leftward
+
+
+def _gates_in_order(log_decay, scan, q):
+    heads, length = q.shape[1:3]
+    if scan is None:
+        if log_decay is None:
+            return q.new_zeros(1, 1, length)
+        return log_decay if log_decay.ndim == 3 else log_decay[None, :, None].expand(1, heads, length)
+    order, _ = scan
     if log_decay is None:
-        gates = q.new_zeros(1, 1, q.shape[2])
-    elif log_decay.ndim == 1:
-        gates = log_decay[None, :, None].expand(1, -1, q.shape[2])
-    else:
-        gates = log_decay
-    gates = gates.clamp(min=closed)
-    if segment_ids is None:
-        return gates, gates
-    ends = segment_ids[:, 1:] != segment_ids[:, :-1]  # (batch, length - 1)
-    last_of_segment = nn.functional.pad(ends, (0, 1))[:, None]
-    first_of_segment = nn.functional.pad(ends, (1, 0))[:, None]
-    return gates.masked_fill(last_of_segment, closed), gates.masked_fill(first_of_segment, closed)
+        return q.new_zeros(1, len(order) * heads, length)
+    if log_decay.ndim == 2:
+        return log_decay.flatten()[None, :, None].expand(1, -1, length)
+    return torch.cat([gates.index_select(-1, o) for gates, o in zip(log_decay, order, strict=True)], 1)
 
 
 def _exp(log_decay, dtype):
@@ -238,6 +289,19 @@ def _cumulative(gates):
     """Inclusive and exclusive sums `(…, length)` in float64: differences of long float32 sums have no digits left."""
     inclusive = gates.cumsum(-1, dtype=gates.dtype if gates.device.type == "mps" else torch.float64)
     return inclusive, nn.functional.pad(inclusive[..., :-1], (1, 0))
+
+
+def _mean_decay_mask(gates, scan):
+    """M, `(batch or 1, heads or 1, length, length)`: the mean over the scan orders, each taken back to token order."""
+    if scan is None:
+        return _decay_mask(*gates)
+    _, inverse = scan
+    rightward, leftward = (g.unflatten(1, (len(inverse), -1)).unbind(1) for g in gates)
+    masks = [
+        _decay_mask(right, left).index_select(-2, step).index_select(-1, step)
+        for right, left, step in zip(rightward, leftward, inverse, strict=True)
+    ]
+    return sum(masks) / len(masks)
 
 
 def _decay_mask(rightward, leftward):
@@ -311,12 +375,15 @@ def _decays_to_edges(rightward, leftward):
     return _exp(torch.stack([from_left, from_right], -3), dtype)
 
 
-def _linear_form(q, k, v, gates, mode, chunk_size, normalize):
-    """Values and row sums of the chunk or rnn form, both from one pass: a column of ones rides along with `v`."""
-    if normalize:
-        v = nn.functional.pad(v, (0, 1), value=1.0)
-    sums = _chunk_form(q, k, v, gates, chunk_size) if mode == "chunk" else _rnn_form(q, k, v, gates, chunk_size)
-    return (sums[..., :-1], sums[..., -1:]) if normalize else (sums, None)
+def _linear_form(q, k, v, gates, scan, mode, chunk_size):
+    """Σ_j M_ij (q_i·k_j) v_j in chunk or rnn form; several scan orders are computed at once, as if they were heads."""
+    form = _chunk_form if mode == "chunk" else _rnn_form
+    if scan is None or gates is None:
+        return form(q, k, v, gates, chunk_size)
+    order, inverse = scan
+    q, k, v = (torch.cat([x.index_select(2, o) for o in order], 1) for x in (q, k, v))  # (batch, orders · heads, …)
+    sums = form(q, k, v, gates, chunk_size).unflatten(1, (len(order), -1)).unbind(1)
+    return sum(x.index_select(2, step) for x, step in zip(sums, inverse, strict=True)) / len(order)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

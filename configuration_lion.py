@@ -1,5 +1,6 @@
 """LION model configuration."""
 
+import math
 from difflib import get_close_matches
 from typing import Literal
 
@@ -8,19 +9,34 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import auto_docstring
 
 
+# Sizes of the paper, by modality and name.
+SIZES = {
+    "text": {
+        "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+        "large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+    },
+    "image": {
+        "tiny": {"hidden_size": 192, "num_hidden_layers": 12, "num_attention_heads": 3, "intermediate_size": 768},
+        "small": {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536},
+        "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+    },
+}
+
+
 @auto_docstring(checkpoint="lion-transformers/lion-s-text-base")
 @strict
 class LionConfig(PreTrainedConfig):
     r"""
     modality (`str`, *optional*, defaults to `"text"`):
-        What the model reads. `"text"` is the BERT-like encoder of the paper (post-norm, token types).
+        What the model reads: `"text"` (the BERT-like encoder of the paper: post-norm, token types) or `"image"` (the
+        ViT-like one: pre-norm, row-normalised).
     decay_type (`str`, *optional*, defaults to `"selective"`):
         Where decays come from: `"none"` (LION-LIT), `"fixed"` (LION-D, a learned scalar per head) or `"selective"`
         (LION-S, computed from each token, per head).
     decay_init (`str`, *optional*, defaults to `"paper"`):
         Initial decays: `"paper"` (scalars drawn from N(0, 1), gate biases of zero: every head forgets within a few
         tokens) or `"multiscale"` (time constants log-spaced over the heads, from 4 tokens to
-        `max_position_embeddings`).
+        `max_position_embeddings`, or to the number of patches of an image).
     attn_mode (`str`, *optional*, defaults to `"auto"`):
         Form in which the operator is computed: `"parallel"`, `"chunk"`, `"rnn"`, or `"auto"` (parallel for short
         sequences, chunk beyond). All give the same results; see `set_attn_mode`.
@@ -29,30 +45,51 @@ class LionConfig(PreTrainedConfig):
     feature_map (`str`, *optional*):
         Map applied to queries and keys: `"identity"`, `"elu"` (elu(x) + 1) or `"silu"` ((silu(x) + ½) over its norm,
         per head). Defaults to `"identity"`, and where rows are normalised to `"elu"` without and `"silu"` with decays.
-    normalize (`bool`, *optional*, defaults to `False`):
+    normalize (`bool`, *optional*):
         Whether every row of the attention matrix is divided by its sum. If not, scores are divided by
-        `sqrt(head_dim)`. Needs a positive feature map.
+        `sqrt(head_dim)`. Needs a positive feature map. Defaults to `False` for text and to `True` for images.
+    direction (`str`, *optional*, defaults to `"both"`):
+        Which way attention goes: `"both"`, or what the paper's ablation leaves of it: `"forward"` (every token sees
+        what comes before it), `"backward"`, or `"alternate"` (forward and backward in turn over the layers).
+    diagonal (`str`, *optional*, defaults to `"balanced"`):
+        How often a token counts itself: `"balanced"` (once) or `"doubled"` (once in each direction; the paper's
+        ablation again).
     attention_output_norm (`bool`, *optional*):
         Whether a LayerNorm stands between the operator and the output projection. Defaults to `True` for LION-LIT
         with rows that are not normalised, else to `False`.
-    norm_position (`str`, *optional*, defaults to `"post"`):
-        `"post"` (BERT) or `"pre"` (ViT; with a final LayerNorm after the last layer).
+    norm_position (`str`, *optional*):
+        `"post"` (BERT) or `"pre"` (ViT; with a final LayerNorm after the last layer). Defaults to `"post"` for text
+        and to `"pre"` for images.
     position_embedding_type (`str`, *optional*):
         `"absolute"` (learned) or `"none"`. Defaults to `"absolute"` for LION-LIT and to `"none"` under decays, which
-        tell positions apart and set no limit on the length.
+        tell positions apart and set no limit on the length or on the size of an image.
     max_position_embeddings (`int`, *optional*, defaults to 512):
-        Length of the table of absolute position embeddings; under decays only the longest initial time constant.
+        Length of a text's table of absolute position embeddings; under decays only the longest initial time constant.
+    hidden_dropout_prob (`float`, *optional*):
+        Dropout on embeddings and on what every layer adds. Defaults to 0.1 for text and to 0.0 for images.
+    layer_norm_eps (`float`, *optional*):
+        Epsilon of the layer norms. Defaults to 1e-12 for text and to 1e-6 for images.
+    drop_path_rate (`float`, *optional*, defaults to 0.0):
+        Probability that the last layer's attention or feed-forward output is dropped for an example (stochastic
+        depth); it rises linearly from 0 in the first layer.
     qkv_bias (`bool`, *optional*, defaults to `True`):
         Whether the projections of queries, keys and values have biases.
     attention_probs_dropout_prob (`float`, *optional*, defaults to 0.0):
         Dropout on the attention matrix. Acts in the parallel form only: the others have no such matrix.
     classifier_pooling (`str`, *optional*):
         What the pooler takes: `"cls"` (the first token that is not masked) or `"mean"` (the mean over all tokens that
-        are not masked). Defaults to `"cls"` for LION-LIT and to `"mean"` under decays, where the first token sees
-        little of a long text.
+        are not masked, an image's CLS token included). Defaults to `"cls"` for LION-LIT and to `"mean"` under decays,
+        where the first token sees little of a long sequence, and without a CLS token. `pooling` is the same field.
     sparse_prediction (`bool`, *optional*, defaults to `False`):
         Whether `LionForMaskedLM` computes logits for the targets only, `(targets, vocab_size)`, when it is given
         labels. Saves most of the time and memory of the vocabulary in pretraining.
+    use_cls_token (`bool`, *optional*, defaults to `True`):
+        Whether a learned CLS token stands before the patches of an image. It is first in every scan order, its
+        selective decay is 1.
+    scan_order (`str`, *optional*, defaults to `"raster"`):
+        Order in which decays walk over the patches of an image: `"raster"` (row by row), `"serpentine"` (rows
+        left-right-left and columns down-up-down, each with its own decays: LION-D♮ and LION-S♮) or `"hilbert"` (the
+        space-filling curve).
 
     Example:
 
@@ -63,21 +100,27 @@ class LionConfig(PreTrainedConfig):
     >>> configuration = LionConfig(decay_type="selective")
     >>> model = LionModel(configuration)
 
+    >>> # LION-D♮ of the paper's small size, for images
+    >>> configuration = LionConfig.from_size("small", modality="image", decay_type="fixed", scan_order="serpentine")
+
     >>> # Accessing the model configuration
     >>> configuration = model.config
     ```"""
 
     model_type = "lion"
+    attribute_map = {"pooling": "classifier_pooling"}
 
-    modality: Literal["text"] = "text"
+    modality: Literal["text", "image"] = "text"
     decay_type: Literal["none", "fixed", "selective"] = "selective"
     decay_init: Literal["paper", "multiscale"] = "paper"
     attn_mode: Literal["auto", "parallel", "chunk", "rnn"] = "auto"
     chunk_size: int = 64
     feature_map: Literal["identity", "elu", "silu"] | None = None
-    normalize: bool = False
+    normalize: bool | None = None
+    direction: Literal["both", "forward", "backward", "alternate"] = "both"
+    diagonal: Literal["balanced", "doubled"] = "balanced"
     attention_output_norm: bool | None = None
-    norm_position: Literal["pre", "post"] = "post"
+    norm_position: Literal["pre", "post"] | None = None
     position_embedding_type: Literal["absolute", "none"] | None = None
     vocab_size: int = 30522
     hidden_size: int = 768
@@ -85,22 +128,61 @@ class LionConfig(PreTrainedConfig):
     num_attention_heads: int = 12
     intermediate_size: int = 3072
     hidden_act: str = "gelu"
-    hidden_dropout_prob: float | int = 0.1
+    hidden_dropout_prob: float | int | None = None
     attention_probs_dropout_prob: float | int = 0.0
     max_position_embeddings: int = 512
     type_vocab_size: int = 2
     initializer_range: float = 0.02
-    layer_norm_eps: float = 1e-12
+    layer_norm_eps: float | None = None
+    drop_path_rate: float | int = 0.0
     qkv_bias: bool = True
     pad_token_id: int | None = 0
     classifier_dropout: float | int | None = None
     classifier_pooling: Literal["cls", "mean"] | None = None
     sparse_prediction: bool = False
     tie_word_embeddings: bool = True
+    image_size: int | list[int] | tuple[int, int] = 224
+    patch_size: int | list[int] | tuple[int, int] = 16
+    num_channels: int = 3
+    use_cls_token: bool = True
+    scan_order: Literal["raster", "serpentine", "hilbert"] = "raster"
+
+    @classmethod
+    def from_size(cls, size: str, modality: str = "text", **overrides) -> "LionConfig":
+        """The paper's model of a named size.
+
+        Args:
+            size (`str`): `"base"` or `"large"` for text; `"tiny"`, `"small"` or `"base"` for images.
+            modality (`str`, *optional*, defaults to `"text"`): `"text"` or `"image"`.
+            overrides: any other field, `decay_type` and `scan_order` above all.
+
+        Raises:
+            ValueError: for a size that the modality does not have.
+        """
+        sizes = SIZES.get(modality, {})
+        if size not in sizes:
+            accepted = ", ".join(f"{name!r} ({kind})" for kind in SIZES for name in SIZES[kind])
+            raise ValueError(f"`size` must be one of {accepted}, got {size!r} for modality {modality!r}")
+        return cls(modality=modality, **{**sizes[size], **overrides})
 
     def __post_init__(self, **kwargs):
         self._refuse_misspelt(kwargs)
-        has_decay = self.decay_type != "none"
+        if "pooling" in kwargs:
+            self.classifier_pooling = kwargs.pop("pooling")
+        self._fill_in_recipe()
+        super().__post_init__(**kwargs)
+
+    def _fill_in_recipe(self):
+        """What is not set follows from modality and decay: the paper's models."""
+        is_image, has_decay = self.modality == "image", self.decay_type != "none"
+        if self.normalize is None:
+            self.normalize = is_image
+        if self.norm_position is None:
+            self.norm_position = "pre" if is_image else "post"
+        if self.hidden_dropout_prob is None:
+            self.hidden_dropout_prob = 0.0 if is_image else 0.1
+        if self.layer_norm_eps is None:
+            self.layer_norm_eps = 1e-6 if is_image else 1e-12
         if self.feature_map is None:
             positive = "silu" if has_decay else "elu"
             self.feature_map = positive if self.normalize else "identity"
@@ -109,14 +191,19 @@ class LionConfig(PreTrainedConfig):
         if self.position_embedding_type is None:
             self.position_embedding_type = "none" if has_decay else "absolute"
         if self.classifier_pooling is None:
-            self.classifier_pooling = "mean" if has_decay else "cls"
-        super().__post_init__(**kwargs)
+            without_cls = is_image and not self.use_cls_token
+            self.classifier_pooling = "mean" if has_decay or without_cls else "cls"
+
+    @property
+    def patch_grid(self) -> tuple[int, int]:
+        """Rows and columns of patches of an image of `image_size`; incomplete patches at its edges count."""
+        return tuple(math.ceil(i / p) for i, p in zip(as_pair(self.image_size), as_pair(self.patch_size), strict=True))
 
     def _refuse_misspelt(self, unknown):
         """Unknown keys pass, as everywhere in Transformers, unless they are nearly the name of a field."""
-        names = list(self.__dataclass_fields__)
+        names = [*self.__dataclass_fields__, *self.attribute_map]
         for key in unknown:
-            if key.startswith("_") or hasattr(type(self), key):
+            if key.startswith("_") or key in self.attribute_map or hasattr(type(self), key):
                 continue
             if matches := get_close_matches(key, names, n=1, cutoff=0.85):
                 raise ValueError(f"LionConfig has no field `{key}`: did you mean `{matches[0]}`?")
@@ -124,7 +211,8 @@ class LionConfig(PreTrainedConfig):
     def validate_architecture(self):
         """Part of `@strict`-powered validation. Validates the architecture of the config."""
         super().validate_architecture()
-        for name in ("hidden_size", "num_attention_heads", "chunk_size", "vocab_size", "type_vocab_size"):
+        counts = ("hidden_size", "num_attention_heads", "chunk_size", "vocab_size", "type_vocab_size", "num_channels")
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
         if self.hidden_size % self.num_attention_heads != 0:
@@ -137,6 +225,25 @@ class LionConfig(PreTrainedConfig):
                 '`normalize=True` needs a positive feature map: `feature_map` must be "elu" or "silu", '
                 'got "identity", under which the sum of a row can vanish'
             )
+        if not 0 <= self.drop_path_rate < 1:
+            raise ValueError(f"`drop_path_rate` must be at least 0 and below 1, got {self.drop_path_rate}")
+        if self.modality == "image":
+            self._validate_image()
+        elif self.scan_order != "raster":
+            raise ValueError(f'`scan_order` must be "raster" for text, which has no grid, got "{self.scan_order}"')
+
+    def _validate_image(self):
+        for name in ("image_size", "patch_size"):
+            sides = as_pair(getattr(self, name))
+            if len(sides) != 2 or min(sides) < 1:
+                raise ValueError(f"`{name}` must be one side or (height, width), all at least 1, got {sides}")
+        if self.classifier_pooling == "cls" and not self.use_cls_token:
+            raise ValueError('`classifier_pooling="cls"` needs a CLS token: `use_cls_token` must be True, got False')
+
+
+def as_pair(size):
+    """(height, width) of a square or rectangle."""
+    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 __all__ = ["LionConfig"]

@@ -1,5 +1,7 @@
 """PyTorch LION model."""
 
+import math
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -7,6 +9,8 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPooling,
+    ImageClassifierOutput,
+    MaskedImageModelingOutput,
     MaskedLMOutput,
     MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
@@ -21,12 +25,13 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_lion import ATTENTION_MODES, choose_mode, lion_attention
-from .configuration_lion import LionConfig
+from .configuration_lion import LionConfig, as_pair
+from .scan_order_lion import SCAN_ORDERS, Scan, get_scan
 
 
 logger = logging.get_logger(__name__)
 
-# In tokens: of the fastest head under `decay_init="multiscale"`; that of the slowest is `max_position_embeddings`.
+# In tokens: of the fastest head under `decay_init="multiscale"`; that of the slowest is the length of a sequence.
 SHORTEST_TIME_CONSTANT = 4.0
 
 
@@ -70,6 +75,88 @@ class LionEmbeddings(nn.Module):
         return torch.arange(length, device=embeddings.device)[None]
 
 
+class LionImageEmbeddings(nn.Module):
+    """Patches of an image as tokens, row by row; in front of them the CLS token, where there is one."""
+
+    def __init__(self, config: LionConfig, use_mask_token: bool = False):
+        super().__init__()
+        self.native_grid = config.patch_grid
+        self.patch_size = as_pair(config.patch_size)
+        self.projection = nn.Conv2d(config.num_channels, config.hidden_size, self.patch_size, stride=self.patch_size)
+
+        def token(number):
+            return nn.Parameter(torch.empty(1, number, config.hidden_size))
+
+        self.cls_token = token(1) if config.use_cls_token else None
+        self.mask_token = token(1) if use_mask_token else None
+        self.position_embeddings = None
+        if config.position_embedding_type == "absolute":
+            self.position_embeddings = token(config.use_cls_token + self.native_grid[0] * self.native_grid[1])
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        bool_masked_pos: torch.BoolTensor | None = None,
+        interpolate_pos_encoding: bool | None = None,
+    ) -> torch.Tensor:
+        num_channels = self.projection.in_channels
+        if pixel_values.ndim != 4 or pixel_values.shape[1] != num_channels:
+            raise ValueError(
+                f"`pixel_values` must be (batch, {num_channels} channels, height, width), "
+                f"got shape {tuple(pixel_values.shape)}"
+            )
+        tokens = self.projection(self._pad(pixel_values).to(self.projection.weight.dtype))
+        tokens = tokens.flatten(2).transpose(1, 2)  # (batch, height · width in patches, hidden_size)
+        if bool_masked_pos is not None:
+            tokens = self._mask(tokens, bool_masked_pos)
+        if self.cls_token is not None:
+            tokens = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], 1)
+        if self.position_embeddings is not None:
+            tokens = tokens + self._positions(self.grid_of(pixel_values), interpolate_pos_encoding)
+        return self.dropout(tokens)  # (batch, length, hidden_size)
+
+    def grid_of(self, pixel_values: torch.Tensor) -> tuple[int, int]:
+        """Rows and columns of patches; incomplete ones at the lower and right edges count."""
+        return tuple(
+            -(-pixels // patch) for pixels, patch in zip(pixel_values.shape[-2:], self.patch_size, strict=True)
+        )
+
+    def _pad(self, pixel_values):
+        """Zeros below and to the right, up to whole patches."""
+        height, width = pixel_values.shape[-2:]
+        return nn.functional.pad(pixel_values, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))
+
+    def _mask(self, tokens, bool_masked_pos):
+        if self.mask_token is None:
+            raise ValueError("`bool_masked_pos` needs a mask token, which LionForMaskedImageModeling has")
+        if bool_masked_pos.shape != tokens.shape[:2]:
+            raise ValueError(
+                f"`bool_masked_pos` must be (batch, patches) = {tuple(tokens.shape[:2])}, "
+                f"got shape {tuple(bool_masked_pos.shape)}"
+            )
+        return torch.where(bool_masked_pos[..., None].bool(), self.mask_token, tokens)
+
+    def _positions(self, grid, interpolate_pos_encoding):
+        if grid == self.native_grid:
+            return self.position_embeddings
+        if not interpolate_pos_encoding:
+            (height, width), (native_height, native_width) = (
+                [side * patch for side, patch in zip(sides, self.patch_size, strict=True)]
+                for sides in (grid, self.native_grid)
+            )
+            raise ValueError(
+                f"The image has {height}×{width} pixels, but position embeddings are those of "
+                f"{native_height}×{native_width}: pass `interpolate_pos_encoding=True` to interpolate them"
+            )
+        num_patches = self.native_grid[0] * self.native_grid[1]
+        cls_position, positions = self.position_embeddings.tensor_split([-num_patches], dim=1)
+        positions = positions.unflatten(1, self.native_grid).permute(0, 3, 1, 2).float()
+        positions = nn.functional.interpolate(positions, size=grid, mode="bicubic", align_corners=False)
+        positions = positions.flatten(2).transpose(1, 2).to(cls_position.dtype)
+        return torch.cat([cls_position, positions], 1)
+
+
 class LionDecayProjection(nn.Linear):
     """Decay logits per head from each token.
 
@@ -81,9 +168,12 @@ class LionDecayProjection(nn.Linear):
 class LionAttention(nn.Module):
     """Projections, decays and feature map around the operator of `attention_lion`."""
 
-    def __init__(self, config: LionConfig):
+    def __init__(self, config: LionConfig, layer_idx: int):
         super().__init__()
         self.config = config
+        self.direction = config.direction
+        if config.direction == "alternate":
+            self.direction = ("forward", "backward")[layer_idx % 2]
         self.num_heads = config.num_attention_heads
         self.head_dim = config.hidden_size // config.num_attention_heads
         # Row normalisation cancels any scale.
@@ -92,10 +182,11 @@ class LionAttention(nn.Module):
         self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.qkv_bias)
         # Decays stay in float32 whatever the dtype of the model: close to 1 half precision cannot tell them apart.
         # Trainer exempts from weight decay what has "bias" in its name, and so should these be.
+        num_decays = len(SCAN_ORDERS[config.scan_order]) * self.num_heads
         if config.decay_type == "fixed":
-            self.decay_bias = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
+            self.decay_bias = nn.Parameter(torch.empty(num_decays, dtype=torch.float32))
         elif config.decay_type == "selective":
-            self.decay_bias_proj = LionDecayProjection(config.hidden_size, self.num_heads, dtype=torch.float32)
+            self.decay_bias_proj = LionDecayProjection(config.hidden_size, num_decays, dtype=torch.float32)
         self.norm = nn.LayerNorm(config.hidden_size) if config.attention_output_norm else nn.Identity()
         self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
 
@@ -105,6 +196,7 @@ class LionAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         attn_mode: str = "parallel",
         output_attentions: bool = False,
+        scan: Scan | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         qkv = self.qkv_proj(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()  # (batch, heads, length, head_dim) each
@@ -114,10 +206,13 @@ class LionAttention(nn.Module):
             self._map_features(query) * self.scaling,
             self._map_features(key),
             value,
-            self._log_decay(hidden_states),
+            self._log_decay(hidden_states, scan),
             mode=attn_mode,
             chunk_size=self.config.chunk_size,
             key_mask=attention_mask,
+            scan=scan,
+            direction=self.direction,
+            diagonal=self.config.diagonal,
             normalize=self.config.normalize,
             dropout_p=dropout_p,
             return_weights=output_attentions,
@@ -134,19 +229,40 @@ class LionAttention(nn.Module):
             return x / x.norm(dim=-1, keepdim=True)
         return x
 
-    def _log_decay(self, hidden_states):
-        """Log-decays in float32: `None`, `(heads,)` or `(batch, heads, length)`."""
+    def _log_decay(self, hidden_states, scan):
+        """Log-decays in float32: `None`, `(heads,)` or `(batch, heads, length)`, with `scan` one for each order."""
         if self.config.decay_type == "none":
             return None
         if self.config.decay_type == "fixed":
-            return nn.functional.logsigmoid(_at_least_float32(self.decay_bias))
+            log_decay = nn.functional.logsigmoid(_at_least_float32(self.decay_bias))
+            return log_decay if scan is None else log_decay.unflatten(0, (-1, self.num_heads))
         with maybe_autocast(hidden_states.device.type, enabled=False):
             logits = self.decay_bias_proj(hidden_states.to(self.decay_bias_proj.weight.dtype))
-        return nn.functional.logsigmoid(-_at_least_float32(logits)).transpose(1, 2)  # decay 1 - σ(W x + b)
+        log_decay = nn.functional.logsigmoid(-_at_least_float32(logits)).transpose(1, 2)  # decay 1 - σ(W x + b)
+        if self.config.modality == "image" and self.config.use_cls_token:
+            log_decay = nn.functional.pad(log_decay[..., 1:], (1, 0))  # the CLS token is no step of the walk
+        return log_decay if scan is None else log_decay.unflatten(1, (-1, self.num_heads)).transpose(0, 1)
 
 
 def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class LionDropPath(nn.Module):
+    """Drops what a residual branch adds, for whole examples (stochastic depth), and scales up what it keeps."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.p == 0 or not self.training:
+            return hidden_states
+        keep = torch.empty(len(hidden_states), 1, 1, device=hidden_states.device).bernoulli_(1 - self.p)
+        return hidden_states * (keep / (1 - self.p)).to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
 
 
 class LionMLP(nn.Module):
@@ -161,14 +277,15 @@ class LionMLP(nn.Module):
 
 
 class LionLayer(GradientCheckpointingLayer):
-    def __init__(self, config: LionConfig):
+    def __init__(self, config: LionConfig, layer_idx: int):
         super().__init__()
         self.norm_position = config.norm_position
-        self.attention = LionAttention(config)
+        self.attention = LionAttention(config, layer_idx)
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = LionMLP(config)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.drop_path = LionDropPath(config.drop_path_rate * layer_idx / max(config.num_hidden_layers - 1, 1))
 
     def forward(
         self,
@@ -176,27 +293,32 @@ class LionLayer(GradientCheckpointingLayer):
         attention_mask: torch.Tensor | None = None,
         attn_mode: str = "parallel",
         output_attentions: bool = False,
+        scan: Scan | None = None,
     ) -> torch.Tensor:
-        if self.norm_position == "pre":
-            attention_output, _ = self.attention(
-                self.attention_norm(hidden_states), attention_mask, attn_mode, output_attentions
-            )
-            hidden_states = hidden_states + self.dropout(attention_output)
-            return hidden_states + self.dropout(self.mlp(self.mlp_norm(hidden_states)))
+        pre_norm = self.norm_position == "pre"
+        attention_input = self.attention_norm(hidden_states) if pre_norm else hidden_states
+        attention_output, _ = self.attention(attention_input, attention_mask, attn_mode, output_attentions, scan)
+        hidden_states = hidden_states + self.drop_path(self.dropout(attention_output))
+        if not pre_norm:
+            hidden_states = self.attention_norm(hidden_states)
 
-        attention_output, _ = self.attention(hidden_states, attention_mask, attn_mode, output_attentions)
-        hidden_states = self.attention_norm(hidden_states + self.dropout(attention_output))
-        return self.mlp_norm(hidden_states + self.dropout(self.mlp(hidden_states)))
+        mlp_output = self.mlp(self.mlp_norm(hidden_states) if pre_norm else hidden_states)
+        hidden_states = hidden_states + self.drop_path(self.dropout(mlp_output))
+        return hidden_states if pre_norm else self.mlp_norm(hidden_states)
 
 
 class LionPooler(nn.Module):
-    """One vector per sequence, from its first token or from the mean over its tokens (`classifier_pooling`)."""
+    """One vector per sequence, from its first token or from the mean over its tokens (`classifier_pooling`).
+
+    As in BERT a dense layer follows for text, as in the paper's image models none for images.
+    """
 
     def __init__(self, config: LionConfig):
         super().__init__()
         self.pooling = config.classifier_pooling
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.activation = nn.Tanh()
+        is_text = config.modality == "text"
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size) if is_text else nn.Identity()
+        self.activation = nn.Tanh() if is_text else nn.Identity()
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         pool = self._first if self.pooling == "cls" else self._mean
@@ -234,8 +356,9 @@ class LionPredictionHead(nn.Module):
 class LionPreTrainedModel(PreTrainedModel):
     config: LionConfig
     base_model_prefix = "lion"
+    input_modalities = ("text",)
     supports_gradient_checkpointing = True
-    _no_split_modules = ["LionEmbeddings", "LionLayer"]
+    _no_split_modules = ["LionEmbeddings", "LionImageEmbeddings", "LionLayer"]
     _keep_in_fp32_modules_strict = ["decay_bias"]
     _can_compile_fullgraph = True
     _can_record_outputs = {
@@ -245,11 +368,20 @@ class LionPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: LionConfig, *inputs, **kwargs):
         config.validate()  # overrides at loading are set field by field
+        if config.modality not in self.input_modalities:
+            accepted = " or ".join(f'modality="{modality}"' for modality in self.input_modalities)
+            raise ValueError(f'{type(self).__name__} needs a configuration with {accepted}, got "{config.modality}"')
         super().__init__(config, *inputs, **kwargs)
 
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if isinstance(module, LionAttention) and self.config.decay_type == "fixed":
+        if isinstance(module, LionImageEmbeddings):
+            for parameter in (module.cls_token, module.position_embeddings):
+                if parameter is not None:
+                    init.trunc_normal_(parameter, std=self.config.initializer_range)
+            if module.mask_token is not None:
+                init.zeros_(module.mask_token)
+        elif isinstance(module, LionAttention) and self.config.decay_type == "fixed":
             if self.config.decay_init == "paper":
                 init.normal_(module.decay_bias)
             else:
@@ -258,11 +390,13 @@ class LionPreTrainedModel(PreTrainedModel):
             init.copy_(module.bias, -self._multiscale_logits())  # decays are the complement, 1 - σ(W x + b)
 
     def _multiscale_logits(self) -> torch.Tensor:
-        """Logits, `(heads,)`, of decays exp(-1 / τ) with time constants τ log-spaced over the heads."""
-        ratio = max(self.config.max_position_embeddings / SHORTEST_TIME_CONSTANT, 1.0)
-        heads = self.config.num_attention_heads
+        """Logits, `(orders · heads,)`, of decays exp(-1 / τ) with time constants τ log-spaced over the heads."""
+        is_image, heads = self.config.modality == "image", self.config.num_attention_heads
+        longest = math.prod(self.config.patch_grid) if is_image else self.config.max_position_embeddings
+        ratio = max(longest / SHORTEST_TIME_CONSTANT, 1.0)
         rates = torch.logspace(0, -1, heads, base=ratio, dtype=torch.float64, device="cpu") / SHORTEST_TIME_CONSTANT
-        return -torch.log(torch.expm1(rates)).float()  # the logit of e^-r is -log(e^r - 1)
+        logits = -torch.log(torch.expm1(rates)).float()  # the logit of e^-r is -log(e^r - 1)
+        return logits.repeat(len(SCAN_ORDERS[self.config.scan_order]))
 
     def set_attn_mode(self, attn_mode: str):
         """
@@ -284,14 +418,22 @@ def _check_attn_mode(attn_mode: str) -> str:
 
 @auto_docstring
 class LionModel(LionPreTrainedModel):
-    def __init__(self, config: LionConfig, add_pooling_layer: bool = True):
+    input_modalities = ("text", "image")
+
+    def __init__(self, config: LionConfig, add_pooling_layer: bool = True, use_mask_token: bool = False):
         r"""
         add_pooling_layer (bool, *optional*, defaults to `True`):
             Whether to add a pooling layer
+        use_mask_token (`bool`, *optional*, defaults to `False`):
+            Whether to use a mask token for masked image modeling.
         """
         super().__init__(config)
-        self.embeddings = LionEmbeddings(config)
-        self.layers = nn.ModuleList([LionLayer(config) for _ in range(config.num_hidden_layers)])
+        if config.modality == "image":
+            self.main_input_name = "pixel_values"
+            self.embeddings = LionImageEmbeddings(config, use_mask_token)
+        else:
+            self.embeddings = LionEmbeddings(config)
+        self.layers = nn.ModuleList([LionLayer(config, idx) for idx in range(config.num_hidden_layers)])
         self.final_norm = nn.Identity()
         if config.norm_position == "pre":
             self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -302,10 +444,13 @@ class LionModel(LionPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self):
-        return self.embeddings.word_embeddings
+        return self.embeddings.projection if self.config.modality == "image" else self.embeddings.word_embeddings
 
     def set_input_embeddings(self, value):
-        self.embeddings.word_embeddings = value
+        if self.config.modality == "image":
+            self.embeddings.projection = value
+        else:
+            self.embeddings.word_embeddings = value
 
     @merge_with_config_defaults
     @capture_outputs
@@ -317,23 +462,39 @@ class LionModel(LionPreTrainedModel):
         token_type_ids: torch.LongTensor | None = None,
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        bool_masked_pos: torch.BoolTensor | None = None,
+        interpolate_pos_encoding: bool | None = None,
         attn_mode: str | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
         r"""
+        bool_masked_pos (`torch.BoolTensor` of shape `(batch_size, num_patches)`, *optional*):
+            Boolean masked positions. Indicates which patches are masked (1) and which aren't (0).
+        interpolate_pos_encoding (`bool`, *optional*):
+            Whether to interpolate position embeddings to images of another size than `config.image_size`. Without
+            position embeddings images of any size are taken as they are.
         attn_mode (`str`, *optional*):
             Form in which attention is computed in this call, instead of the configuration's: `"auto"`, `"parallel"`,
             `"chunk"` or `"rnn"`.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-        hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds)
+        scan = None
+        if self.config.modality == "image":
+            if pixel_values is None:
+                raise ValueError("You must specify pixel_values")
+            hidden_states = self.embeddings(pixel_values, bool_masked_pos, interpolate_pos_encoding)
+            grid = self.embeddings.grid_of(pixel_values)
+            scan = get_scan(self.config.scan_order, *grid, self.config.use_cls_token, hidden_states.device)
+        else:
+            if (input_ids is None) == (inputs_embeds is None):
+                raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+            hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds)
 
         output_attentions = kwargs.get("output_attentions", self.config.output_attentions)
         attn_mode = self._resolve_mode(attn_mode, hidden_states.shape[1], output_attentions)
         attention_mask = _key_mask(attention_mask, hidden_states)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask, attn_mode, output_attentions)
+            hidden_states = layer(hidden_states, attention_mask, attn_mode, output_attentions, scan)
         hidden_states = self.final_norm(hidden_states)
 
         pooled = self.pooler(hidden_states, attention_mask) if self.pooler is not None else None
@@ -348,7 +509,8 @@ class LionModel(LionPreTrainedModel):
                 )
             return "parallel"
         if mode == "auto":
-            mode = choose_mode(length, has_decay=self.config.decay_type != "none")
+            ordered = self.config.decay_type != "none" or self.config.direction != "both"
+            mode = choose_mode(length, has_decay=ordered)
         if mode != "parallel" and self.training and self.config.attention_probs_dropout_prob > 0:
             _warn_once(f"The {mode} form has no attention matrix: `attention_probs_dropout_prob` is ignored in it.")
         return mode
@@ -449,6 +611,20 @@ def _count_targets(labels: torch.Tensor, kwargs: dict, ignore_index: int = -100)
     return {**kwargs, "num_items_in_batch": count.clamp(min=1).to(labels.device)}
 
 
+def _classification_loss(
+    model: LionPreTrainedModel, logits: torch.Tensor, labels: torch.Tensor, kwargs: dict
+) -> torch.Tensor:
+    """The library's loss by problem type, for sequences and images, `(batch, num_labels)` logits."""
+    if model.config.num_labels == 1:  # regression, also to integers
+        labels = labels.to(logits.dtype)
+    kwargs = _count_targets(labels, kwargs)
+    loss = model.loss_function(labels, logits, model.config, **kwargs)
+    if model.config.problem_type != "single_label_classification":
+        # The library's other losses are means over this call, whatever is accumulated.
+        loss = loss * (labels.numel() / kwargs["num_items_in_batch"])
+    return loss
+
+
 def _position_loss(logits: torch.Tensor, positions: torch.Tensor, kwargs: dict) -> torch.Tensor:
     """Cross entropy of one end of a span, `(batch, length)` logits, over the positions inside the sequence."""
     length = logits.shape[1]
@@ -508,13 +684,7 @@ class LionForSequenceClassification(LionPreTrainedModel):
 
         loss = None
         if labels is not None:
-            if self.num_labels == 1:  # regression, also to integers
-                labels = labels.to(logits.dtype)
-            kwargs = _count_targets(labels, kwargs)
-            loss = self.loss_function(labels, logits, self.config, **kwargs)
-            if self.config.problem_type != "single_label_classification":
-                # The library's other losses are means over this call, whatever is accumulated.
-                loss = loss * (labels.numel() / kwargs["num_items_in_batch"])
+            loss = _classification_loss(self, logits, labels, kwargs)
 
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
@@ -684,7 +854,123 @@ class LionForQuestionAnswering(LionPreTrainedModel):
         )
 
 
+@auto_docstring(
+    custom_intro="""
+    The Lion Model with an image classification head on top (a linear layer on top of the pooled output: the final
+    hidden state of the CLS token, or the mean over all tokens) e.g. for ImageNet.
+    """
+)
+class LionForImageClassification(LionPreTrainedModel):
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+
+    def __init__(self, config: LionConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.lion = LionModel(config)
+        self.dropout = _classifier_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+
+        # Initialize weights and apply final processing
+        self.post_init()
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        interpolate_pos_encoding: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ImageClassifierOutput:
+        r"""
+        labels (`torch.Tensor` of shape `(batch_size,)`, *optional*):
+            Labels for computing the image classification/regression loss. If `config.num_labels == 1` a regression
+            loss is computed (mean squared error), if `config.num_labels > 1` a classification loss.
+        interpolate_pos_encoding (`bool`, *optional*):
+            Whether to interpolate position embeddings to images of another size than `config.image_size`.
+        """
+        outputs = self.lion(pixel_values=pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, **kwargs)
+        logits = self.classifier(self.dropout(outputs.pooler_output))  # (batch, num_labels)
+
+        loss = None
+        if labels is not None:
+            loss = _classification_loss(self, logits, labels, kwargs)
+
+        return ImageClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+@auto_docstring(
+    custom_intro="""
+    The Lion Model with a decoder on top for masked image modeling, as proposed in
+    [SimMIM](https://huggingface.co/papers/2111.09886): a linear layer that predicts the pixels of each patch.
+    """
+)
+class LionForMaskedImageModeling(LionPreTrainedModel):
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+
+    def __init__(self, config: LionConfig):
+        super().__init__(config)
+        self.lion = LionModel(config, add_pooling_layer=False, use_mask_token=True)
+        self.decoder = nn.Linear(config.hidden_size, config.num_channels * math.prod(as_pair(config.patch_size)))
+
+        # Initialize weights and apply final processing
+        self.post_init()
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        bool_masked_pos: torch.BoolTensor | None = None,
+        interpolate_pos_encoding: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MaskedImageModelingOutput:
+        r"""
+        bool_masked_pos (`torch.BoolTensor` of shape `(batch_size, num_patches)`, *optional*):
+            Boolean masked positions. Indicates which patches are masked (1) and which aren't (0). The loss is the mean
+            absolute error over the pixels of the masked ones; without any it is 0.
+        interpolate_pos_encoding (`bool`, *optional*):
+            Whether to interpolate position embeddings to images of another size than `config.image_size`.
+        """
+        outputs = self.lion(
+            pixel_values=pixel_values,
+            bool_masked_pos=bool_masked_pos,
+            interpolate_pos_encoding=interpolate_pos_encoding,
+            **kwargs,
+        )
+        patches = self.decoder(outputs.last_hidden_state[:, int(self.config.use_cls_token) :])
+        patches = patches.unflatten(-1, (self.config.num_channels, -1))  # (batch, patches, channels, pixels)
+        reconstruction = self._assemble(patches, pixel_values)
+
+        loss = None
+        if bool_masked_pos is not None:
+            masked = bool_masked_pos[..., None, None].to(patches.dtype).expand_as(patches)
+            masked = self._assemble(masked, pixel_values)
+            error = (reconstruction - pixel_values.to(reconstruction.dtype)).abs()
+            loss = (error * masked).sum() / masked.sum().clamp(min=1)
+
+        return MaskedImageModelingOutput(
+            loss=loss,
+            reconstruction=reconstruction,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _assemble(self, patches: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Images of the size of `pixel_values` from patches `(batch, patches, channels, pixels)`."""
+        height, width = pixel_values.shape[-2:]
+        patches = patches.unflatten(1, self.lion.embeddings.grid_of(pixel_values))
+        patches = patches.unflatten(-1, self.lion.embeddings.patch_size)  # (batch, rows, columns, channels, p, q)
+        return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)[..., :height, :width]
+
+
 __all__ = [
+    "LionForImageClassification",
+    "LionForMaskedImageModeling",
     "LionForMaskedLM",
     "LionForMultipleChoice",
     "LionForQuestionAnswering",
