@@ -15,17 +15,23 @@ MODES = ("parallel", "chunk", "rnn")
 DECAYS = ("none", "fixed", "selective")
 
 
-def make_inputs(decay, *, batch=2, heads=3, length=20, head_dim=5, value_dim=4, seed=0, dtype=torch.float64):
-    """Positive queries and keys, so that rows can be normalised; a strong and a weak head among the decays."""
+def make_inputs(
+    decay, *, batch=2, heads=3, length=20, head_dim=5, value_dim=4, seed=0, dtype=torch.float64, orders=None
+):
+    """Positive queries and keys, so that rows can be normalised; a strong and a weak head among the decays.
+
+    Decays are those of each of `orders`, where it is a number.
+    """
     generator = torch.Generator().manual_seed(seed)
     draw = functools.partial(torch.rand, generator=generator, dtype=torch.float64)
     q, k = draw(batch, heads, length, head_dim) + 0.1, draw(batch, heads, length, head_dim) + 0.1
     v = draw(batch, heads, length, value_dim) - 0.5
     scale = torch.tensor([0.02, 1.0, 4.0], dtype=torch.float64)[:heads]
+    several = () if orders is None else (orders,)
     log_decay = {
         "none": lambda: None,
-        "fixed": lambda: -scale * draw(heads),
-        "selective": lambda: -scale[:, None] * draw(batch, heads, length),
+        "fixed": lambda: -scale * draw(*several, heads),
+        "selective": lambda: -scale[:, None] * draw(*several, batch, heads, length),
     }[decay]()
     return [x if x is None else x.to(dtype) for x in (q, k, v, log_decay)]
 
@@ -64,6 +70,20 @@ def make_segments(length, batch=2):
     segments[0, length // 2 :] = 2
     segments[1, length // 4 : length // 2] = 7
     return segments
+
+
+def make_scan(orders, length, seed=5):
+    """Random permutations and their inverses; `None` of them: tokens as they stand."""
+    if orders is None:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.stack([torch.randperm(length, generator=generator) for _ in range(orders)])
+    inverse = torch.empty_like(order).scatter_(1, order, torch.arange(length).expand(orders, length))
+    return order, inverse
+
+
+def order_of(scan):
+    return None if scan is None else scan[0]
 
 
 def relative_rms(actual, expected):
@@ -182,6 +202,216 @@ def test_reversing_the_sequence_reverses_the_output(mode, decay):
     forward = lion_attention(*inputs, mode=mode, chunk_size=8, key_mask=mask)
     reverse = lion_attention(*backwards, mode=mode, chunk_size=8, key_mask=mask.flip(1))
     torch.testing.assert_close(reverse.flip(2), forward, rtol=1e-13, atol=1e-13)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scan orders, directions, the diagonal
+# ---------------------------------------------------------------------------------------------------------------------
+
+ORDERS = (None, 1, 2, 3)
+DIRECTIONS = ("both", "forward", "backward")
+DIAGONALS = ("balanced", "doubled")
+
+each_orders = pytest.mark.parametrize("orders", ORDERS, ids=lambda orders: f"{orders} orders")
+
+
+@functools.cache
+def expected_in_order(decay, orders, length, masked, normalize, direction="both", diagonal="balanced"):
+    mask = make_mask(length) if masked else None
+    options = {"normalize": normalize, "direction": direction, "diagonal": diagonal, "key_mask": mask}
+    order = order_of(make_scan(orders, length))
+    return with_gradients(
+        lambda *x: loop_attention(*x, order=order, **options), make_inputs(decay, length=length, orders=orders)
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-4)], ids=["float64", "float32"]
+)
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
+@pytest.mark.parametrize("length", [1, 15, 63, 65, 197])
+@pytest.mark.parametrize("orders", [1, 2], ids=["one order", "two orders"])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_values_and_gradients_over_scan_orders_match_the_loop(
+    mode, decay, orders, length, normalize, dtype, tolerance
+):
+    expected = expected_in_order(decay, orders, length, False, normalize)
+    scan = make_scan(orders, length)
+    actual = with_gradients(
+        lambda *x: lion_attention(*x, mode=mode, chunk_size=16, normalize=normalize, scan=scan),
+        make_inputs(decay, length=length, orders=orders, dtype=dtype),
+    )
+    assert len(actual) == len(expected) == (4 if decay == "none" else 5)
+    for x, y in zip(actual, expected, strict=True):
+        assert x.dtype == dtype and x.shape == y.shape
+        scale = max(1.0, y.abs().max().item())
+        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance / 10 * scale)
+
+
+@pytest.mark.parametrize("diagonal", DIAGONALS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@each_orders
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_directions_and_diagonals_match_the_loop(mode, decay, orders, direction, diagonal):
+    length = 61
+    scan = make_scan(orders, length)
+    for masked, normalize in ((False, False), (False, True), (True, False), (True, True)):
+        expected = expected_in_order(decay, orders, length, masked, normalize, direction, diagonal)
+        mask = make_mask(length) if masked else None
+        options = {"normalize": normalize, "direction": direction, "diagonal": diagonal, "key_mask": mask}
+        actual = with_gradients(
+            lambda *x, options=options: lion_attention(*x, mode=mode, chunk_size=7, scan=scan, **options),
+            make_inputs(decay, length=length, orders=orders),
+        )
+        for x, y in zip(actual, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_directions_inside_segments_match_the_loop(mode, decay, direction):
+    options = {"segment_ids": make_segments(61), "key_mask": make_mask(61), "direction": direction}
+    inputs = make_inputs(decay, length=61)
+    expected = with_gradients(lambda *x: loop_attention(*x, **options), inputs)
+    actual = with_gradients(lambda *x: lion_attention(*x, mode=mode, chunk_size=7, **options), inputs)
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_any_scan_direction_and_diagonal_matches_the_loop(data):
+    batch, heads = data.draw(st.integers(1, 3), "batch"), data.draw(st.integers(1, 3), "heads")
+    length, chunk_size = data.draw(st.integers(1, 24), "length"), data.draw(st.integers(1, 30), "chunk_size")
+    mode, decay = data.draw(st.sampled_from(MODES), "mode"), data.draw(st.sampled_from(DECAYS), "decay")
+    orders = data.draw(st.sampled_from([None, 1, 2, 3]), "orders")
+    rows = st.lists(st.lists(st.integers(0, 2), min_size=length, max_size=length), min_size=batch, max_size=batch)
+    options = {
+        "key_mask": torch.tensor(data.draw(rows, "mask")) if data.draw(st.booleans()) else None,
+        "normalize": data.draw(st.booleans(), "normalize"),
+        "direction": data.draw(st.sampled_from(DIRECTIONS), "direction"),
+        "diagonal": data.draw(st.sampled_from(DIAGONALS), "diagonal"),
+    }
+    if orders is None and data.draw(st.booleans()):
+        options["segment_ids"] = torch.tensor(data.draw(rows, "segments"))
+    inputs = make_inputs(decay, batch=batch, heads=heads, length=length, seed=length, orders=orders)
+    scan = make_scan(orders, length, seed=data.draw(st.integers(0, 99), "permutation"))
+    expected = with_gradients(lambda *x: loop_attention(*x, order=order_of(scan), **options), inputs)
+    actual = with_gradients(
+        lambda *x: lion_attention(*x, mode=mode, chunk_size=chunk_size, scan=scan, **options), inputs
+    )
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_gradcheck_over_scan_orders(mode, decay, direction):
+    inputs = make_inputs(decay, batch=1, heads=2, length=6, head_dim=2, value_dim=2, orders=2)
+    inputs = tuple(x if x is None else x.requires_grad_() for x in inputs)
+    options = {"mode": mode, "chunk_size": 4, "scan": make_scan(2, 6), "direction": direction}
+    assert torch.autograd.gradcheck(
+        lambda *x: lion_attention(*x, normalize=True, diagonal="doubled", **options), inputs
+    )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_one_order_is_permuting_the_tokens_and_the_output_back(mode, decay, direction):
+    order, inverse = make_scan(1, 70)
+    q, k, v, log_decay = make_inputs(decay, length=70, orders=1)
+    options = {"mode": mode, "chunk_size": 16, "direction": direction, "normalize": True}
+    actual = lion_attention(q, k, v, log_decay, scan=(order, inverse), **options)
+    decays = None if decay == "none" else log_decay[0] if decay == "fixed" else log_decay[0][..., order[0]]
+    permuted = lion_attention(*(x[:, :, order[0]] for x in (q, k, v)), decays, **options)
+    torch.testing.assert_close(actual, permuted[:, :, inverse[0]], rtol=1e-12, atol=1e-12)
+    if decay != "none" or direction != "both":  # otherwise the order is of no account
+        assert (
+            relative_rms(lion_attention(q, k, v, None if decays is None else log_decay[0], **options), actual) > 0.01
+        )
+
+
+@pytest.mark.parametrize("decay", ["fixed", "selective"])
+@pytest.mark.parametrize("mode", MODES)
+def test_walking_an_order_from_its_other_end_exchanges_the_directions(mode, decay):
+    order, inverse = make_scan(2, 37)
+    backwards = order.flip(1), 36 - inverse
+    inputs = make_inputs(decay, length=37, orders=2)
+    for direction, other in (("both", "both"), ("forward", "backward"), ("backward", "forward")):
+        expected = lion_attention(*inputs, mode=mode, scan=(order, inverse), direction=direction, normalize=True)
+        actual = lion_attention(*inputs, mode=mode, scan=backwards, direction=other, normalize=True)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_orders_are_averaged_before_rows_are_divided(mode):
+    """Two tokens: under the first order's decay of ½ they see each other by half, under the second's of 1 in full."""
+    q = torch.ones(1, 1, 2, 1, dtype=torch.float64)
+    scan = torch.tensor([[0, 1], [1, 0]]), torch.tensor([[0, 1], [1, 0]])
+    log_decay = torch.tensor([[0.5], [1.0]], dtype=torch.float64).log()
+    v = torch.eye(2, dtype=torch.float64)[None, None]
+    output = lion_attention(q, q, v, log_decay, mode=mode, scan=scan)
+    torch.testing.assert_close(output[0, 0], torch.tensor([[1, 0.75], [0.75, 1]], dtype=torch.float64))
+    output = lion_attention(q, q, v, log_decay, mode=mode, scan=scan, normalize=True, eps=1e-12)
+    torch.testing.assert_close(output[0, 0], torch.tensor([[4 / 7, 3 / 7], [3 / 7, 4 / 7]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "direction, diagonal, expected",
+    [
+        ("forward", "balanced", [[1, 0, 0], [0.5, 1, 0], [0.125, 0.25, 1]]),
+        ("backward", "balanced", [[1, 0.25, 0.03125], [0, 1, 0.125], [0, 0, 1]]),
+        ("both", "doubled", [[2, 0.25, 0.03125], [0.5, 2, 0.125], [0.125, 0.25, 2]]),
+    ],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_direction_and_diagonal_by_hand(mode, direction, diagonal, expected):
+    """Three tokens with decays ½, ¼ and ⅛."""
+    q, v = torch.ones(1, 1, 3, 1, dtype=torch.float64), torch.eye(3, dtype=torch.float64)[None, None]
+    log_decay = torch.tensor([[[0.5, 0.25, 0.125]]], dtype=torch.float64).log()
+    options = {"mode": mode, "chunk_size": 2, "direction": direction, "diagonal": diagonal}
+    expected = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(lion_attention(q, q, v, log_decay, **options)[0, 0], expected)
+    scan = torch.tensor([[2, 1, 0]]), torch.tensor([[2, 1, 0]])
+    flipped = lion_attention(q, q, v, log_decay.flip(-1)[None], scan=scan, **options)
+    torch.testing.assert_close(flipped[0, 0], expected.flip(0, 1))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@each_orders
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_comes_against_the_only_direction(mode, decay, orders, direction):
+    """Not even from a value beyond all bounds: what lies ahead is not multiplied by something small, it is absent."""
+    length = 70
+    q, k, v, log_decay = make_inputs(decay, length=length, orders=orders, dtype=torch.float32)
+    orders = orders and 1  # the mean over several orders sees all
+    log_decay = log_decay if orders is None or decay == "none" else log_decay[:1]
+    scan = make_scan(orders, length)
+    tokens = torch.arange(length) if scan is None else scan[0][0]
+    seen, unseen = (tokens[:40], tokens[40:]) if direction == "forward" else (tokens[40:], tokens[:40])
+    options = {"mode": mode, "chunk_size": 16, "scan": scan, "direction": direction, "normalize": True}
+    expected = lion_attention(q, k, v, log_decay, **options)[:, :, seen]
+    k[:, :, unseen], v[:, :, unseen] = 1e6, -1e30
+    torch.testing.assert_close(lion_attention(q, k, v, log_decay, **options)[:, :, seen], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_nothing_of_a_masked_token_leaks_over_scan_orders(mode, decay):
+    mask, scan = make_mask(20), make_scan(2, 20)
+    q, k, v, log_decay = make_inputs(decay, orders=2)
+    expected = lion_attention(q, k, v, log_decay, mode=mode, key_mask=mask, scan=scan)
+    masked = ~mask[:, None].expand(2, 3, 20)
+    k[masked], v[masked] = torch.nan, torch.inf
+    if decay == "selective":
+        log_decay[:, masked] = torch.nan
+    assert torch.equal(lion_attention(q, k, v, log_decay, mode=mode, key_mask=mask, scan=scan), expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -343,6 +573,18 @@ def test_half_precision(mode, decay, dtype, normalize):
     assert relative_rms(output, loop_attention(*inputs, normalize=normalize)) <= 1e-2
 
 
+@pytest.mark.parametrize("direction, diagonal", [("both", "balanced"), ("forward", "doubled")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_half_precision_over_scan_orders(mode, decay, dtype, direction, diagonal):
+    inputs, scan = make_inputs(decay, length=197, orders=2), make_scan(2, 197)
+    options = {"normalize": True, "direction": direction, "diagonal": diagonal}
+    output = lion_attention(*(x if x is None else x.to(dtype) for x in inputs), mode=mode, scan=scan, **options)
+    assert output.dtype == dtype
+    assert relative_rms(output, loop_attention(*inputs, order=scan[0], **options)) <= 1e-2
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_autocast_changes_nothing(mode):
     inputs = make_inputs("selective", length=70, dtype=torch.float32)
@@ -407,6 +649,29 @@ def test_nothing_passes_through_denormal_numbers(mode, padding, strength, decay)
     assert seen.denormal <= (1e-3 * seen.elements if mode == "rnn" else 0)
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("strength", [-0.3, -1.4, -5.0])
+@pytest.mark.parametrize("decay", ["fixed", "selective"])
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_passes_through_denormal_numbers_over_scan_orders(mode, decay, strength, direction):
+    length = 500
+    q, k, v, _ = make_inputs("none", batch=1, heads=1, length=length, dtype=torch.float32)
+    log_decay = torch.full((2, 1) if decay == "fixed" else (2, 1, 1, length), strength)
+    options = {"mode": mode, "scan": make_scan(2, length), "direction": direction, "normalize": True}
+    options["key_mask"] = (torch.arange(length) < 100)[None]
+    seen = record(lambda: with_gradients(lambda *x: lion_attention(*x, **options), (q, k, v, log_decay)))
+    assert seen.denormal <= (1e-3 * seen.elements if mode == "rnn" else 0)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_one_direction_passes_through_no_denormal_numbers(mode, decay, direction):
+    inputs = make_inputs(decay, batch=1, heads=3, length=300, dtype=torch.float32)
+    seen = record(lambda: with_gradients(lambda *x: lion_attention(*x, mode=mode, direction=direction), inputs))
+    assert seen.denormal <= (1e-3 * seen.elements if mode == "rnn" else 0)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Cost
 # ---------------------------------------------------------------------------------------------------------------------
@@ -424,6 +689,39 @@ def test_memory_and_work_are_linear_in_length(mode, decay, training):
     short, long = run(1024), run(4096)
     assert long.largest <= 4.1 * short.largest
     assert long.elements <= 4.2 * short.elements
+
+
+@pytest.mark.parametrize("direction", ["both", "backward"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("mode", ["chunk", "rnn"])
+def test_memory_and_work_are_linear_in_length_over_scan_orders(mode, decay, training, direction):
+    def run(length):
+        inputs = make_inputs(decay, batch=1, heads=1, length=length, head_dim=4, orders=2)
+        options = {"mode": mode, "chunk_size": 16, "scan": make_scan(2, length), "direction": direction}
+        function = functools.partial(lion_attention, normalize=True, **options)
+        return record(lambda: with_gradients(function, inputs) if training else function(*inputs))
+
+    short, long = run(320), run(1280)
+    assert long.largest <= 4.1 * short.largest
+    assert long.elements <= 4.2 * short.elements
+
+
+@each_orders
+@pytest.mark.parametrize("length", [50, 150])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_parallel_form_computes_scores_once_for_all_orders(decay, length, orders):
+    inputs, scan = make_inputs(decay, length=length, orders=orders), make_scan(orders, length)
+    seen = record(lambda: lion_attention(*inputs, mode="parallel", scan=scan, normalize=True))
+    assert seen.products == 2  # scores, and scores × values
+
+
+def test_chunk_form_computes_all_orders_at_once():
+    inputs, scan = make_inputs("selective", length=64, orders=3), make_scan(3, 64)
+    seen = record(lambda: lion_attention(*inputs, mode="chunk", chunk_size=16, scan=scan))
+    assert seen.products == 5
+    seen = record(lambda: lion_attention(*inputs, mode="rnn", scan=scan))
+    assert seen.products == 64
 
 
 def test_recurrence_keeps_no_state_per_token_and_walks_once():
@@ -473,6 +771,18 @@ def test_weights_are_the_effective_matrix(decay, normalize):
     torch.testing.assert_close(weights @ inputs[2], output)
 
 
+@pytest.mark.parametrize("diagonal", DIAGONALS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_weights_are_the_effective_matrix_over_scan_orders(decay, direction, diagonal):
+    inputs, mask, scan = make_inputs(decay, orders=2), make_mask(20), make_scan(2, 20)
+    options = {"key_mask": mask, "direction": direction, "diagonal": diagonal}
+    output, weights = lion_attention(*inputs, scan=scan, normalize=True, return_weights=True, **options)
+    expected = loop_weights(inputs[0], inputs[1], inputs[3], order=scan[0], **options)
+    torch.testing.assert_close(weights, expected / (expected.sum(-1, keepdim=True) + 1e-6))
+    torch.testing.assert_close(weights @ inputs[2], output)
+
+
 def test_dropout_drops_weights_after_normalisation():
     inputs = make_inputs("selective", length=40)
     _, weights = lion_attention(*inputs, normalize=True, return_weights=True)
@@ -503,6 +813,21 @@ def test_dropout_drops_weights_after_normalisation():
         ({"key_mask": torch.full((2, 20), -1e9)}, ["`key_mask`", "additive", "-1e+09"]),
         ({"segment_ids": torch.zeros(2, 19, dtype=torch.long)}, ["`segment_ids`", "(2, 20)", "(2, 19)"]),
         ({"segment_ids": torch.zeros(2, 20)}, ["`segment_ids`", "integers", "torch.float32"]),
+        ({"direction": "left"}, ["`direction`", "'left'", "'both'", "'forward'", "'backward'"]),
+        ({"direction": "alternate"}, ["`direction`", "'alternate'", "'both'", "'forward'", "'backward'"]),
+        ({"diagonal": "once"}, ["`diagonal`", "'once'", "'balanced'", "'doubled'"]),
+        ({"scan": make_scan(2, 19)}, ["`scan`", "(orders, 20)", "(2, 19)"]),
+        ({"scan": (torch.arange(20), torch.arange(20))}, ["`scan`", "(orders, 20)", "(20,)"]),
+        ({"scan": (make_scan(2, 20)[0], make_scan(1, 20)[1])}, ["`scan`", "(orders, 20)", "(2, 20)", "(1, 20)"]),
+        ({"scan": make_scan(2, 20)}, ["`log_decay`", "(2, 3)", "(2, 2, 3, 20)", "got shape (2, 3, 20)"]),
+        (
+            {"scan": make_scan(2, 20), "log_decay": torch.zeros(3, 3)},
+            ["`log_decay`", "(2, 3)", "(2, 2, 3, 20)", "got shape (3, 3)"],
+        ),
+        (
+            {"scan": make_scan(1, 20), "log_decay": None, "segment_ids": torch.zeros(2, 20, dtype=torch.long)},
+            ["`segment_ids`", "None", "`scan`"],
+        ),
         ({"mode": "chunk", "return_weights": True}, ["`return_weights`", "'parallel'", "'chunk'"]),
         ({"mode": "rnn", "dropout_p": 0.1}, ["`dropout_p`", "'parallel'", "'rnn'"]),
     ],
