@@ -13,36 +13,25 @@ tokens. output_dir receives the weights, the tokenizer, the config, results.json
 last checkpoint are beside them. Not here: resuming a run, DeepSpeed.
 """
 
-import functools
 import itertools
 import math
-import os
-import platform
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import accelerate
 import datasets
 import torch
-import transformers
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, send_to_device, set_seed
+from accelerate.utils import set_seed
 from datasets import Dataset, Features, IterableDataset, List, Value, load_dataset
 from datasets.distributed import split_dataset_by_node
-from datasets.exceptions import DatasetsError
-from huggingface_hub.errors import StrictDataclassError
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
     AutoModelForMaskedLM,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
@@ -52,52 +41,29 @@ from transformers import (
 )
 from transformers.hf_argparser import HfArg
 
-import lion_transformers
-from lion_transformers.scripts.arguments import KeyValues, MergeKeyValues, UsageError, one_line, parse_arguments, run
-from lion_transformers.scripts.checkpointing import (
-    atomic_write,
-    checkpoint_folder,
-    claim_output_dir,
-    clear_output_dir,
-    prune_checkpoints,
-    publish,
-    publish_files,
-    unfinished,
-    write_json,
+from lion_transformers.scripts import training
+from lion_transformers.scripts.arguments import UsageError, one_line, parse_arguments, run
+from lion_transformers.scripts.optimization import linear_schedule
+from lion_transformers.scripts.training import (
+    TrainerState,
+    TrainingArguments,
+    TrainingRun,
+    accumulation_steps,
+    adamw,
+    backward_micro_batches,
+    build_model,
+    check_range,
+    endless_batches,
+    init_trackers,
+    loading,
+    prepare_training,
+    start,
 )
-from lion_transformers.scripts.optimization import linear_schedule, weight_decay_groups
-from lion_transformers.tokenization.corpus import CorpusError, files_arguments
-
-
-def check_range(arguments: Any, names: list[str], low: float, below: float = math.inf) -> None:
-    for name in names:
-        if not low <= getattr(arguments, name) < below:
-            upper = "" if below == math.inf else f" and below {below}"
-            raise UsageError(f"{name} must be at least {low}{upper}, got {getattr(arguments, name)}.")
+from lion_transformers.tokenization.corpus import files_arguments
 
 
 @dataclass
-class ModelArguments:
-    _argument_group_name = "model"
-
-    model_type: str = HfArg(
-        default="lion", help="Family of a new model, by Transformers' name: lion, bert, modernbert ..."
-    )
-    config: KeyValues = field(
-        default_factory=KeyValues,
-        metadata={
-            "action": MergeKeyValues,
-            "aliases": ["--config_overrides"],
-            "metavar": "KEY=VALUE,KEY=VALUE",
-            "help": "Fields of the model's configuration; may be repeated. A mapping in a recipe.",
-        },
-    )
-    config_name: str | None = HfArg(
-        default=None, help="Folder or Hub name of a configuration to start a new model from."
-    )
-    model_name_or_path: str | None = HfArg(
-        default=None, help="Folder or Hub name of a model whose weights training continues from."
-    )
+class ModelArguments(training.ModelArguments):
     tokenizer_name: str | None = HfArg(
         default=None, help="Folder or Hub name of the tokenizer (that of the model, if there is one)."
     )
@@ -141,17 +107,7 @@ class DataArguments:
 
 
 @dataclass
-class PretrainingArguments:
-    _argument_group_name = "training"
-
-    output_dir: str = field(metadata={"help": "Folder for everything that the run writes."})
-    overwrite_output_dir: bool = HfArg(default=False, help="Write into output_dir even if it holds an earlier run.")
-    global_train_batch_size: int | None = HfArg(
-        default=None,
-        help="Sequences per update over all devices; gradient accumulation follows. Default: one batch a device.",
-    )
-    per_device_train_batch_size: int = HfArg(default=8, help="Sequences per device in one forward pass.")
-    per_device_eval_batch_size: int = HfArg(default=8, help="The same in evaluation.")
+class PretrainingArguments(TrainingArguments):
     learning_rate: float = HfArg(default=8e-4, help="Peak of the schedule.")
     warmup_ratio: float = HfArg(
         default=0.06, help="Share of the updates in which the rate rises linearly to its peak."
@@ -159,35 +115,13 @@ class PretrainingArguments:
     final_lr_ratio: float = HfArg(
         default=0.02, help="Share of the peak that it falls to, linearly, at the last update."
     )
-    adam_beta1: float = HfArg(default=0.9, help="AdamW's β₁.")
     adam_beta2: float = HfArg(default=0.98, help="AdamW's β₂.")
     adam_epsilon: float = HfArg(default=1e-6, help="AdamW's ε.")
     weight_decay: float = HfArg(default=1e-5, help="AdamW's weight decay; biases, norms and decays are exempt.")
-    max_grad_norm: float = HfArg(default=1.0, help="Norm that gradients are clipped to; 0 clips nothing.")
-    num_train_epochs: float = HfArg(default=3.0, help="Passes over the data, where max_steps is not given.")
-    max_steps: int = HfArg(default=-1, help="Updates; overrides num_train_epochs if positive.")
-    mixed_precision: Literal["no", "bf16", "fp16"] = HfArg(
-        default="no", help="Precision of the forward and backward passes."
-    )
-    seed: int = HfArg(default=17, help="Of weights, order and masks.")
-    logging_steps: int = HfArg(default=50, help="Updates between two logs.")
-    eval_steps: int = HfArg(default=500, help="Updates between two evaluations.")
-    save_steps: int | None = HfArg(
-        default=None, help="Updates between two checkpoints, a multiple of eval_steps, which is the default."
-    )
-    save_total_limit: int = HfArg(default=2, help="Checkpoints kept; the best and the last always are.")
-    report_to: list[str] = field(
-        default_factory=lambda: ["tensorboard"],
-        metadata={"help": "Trackers by Accelerate's names (tensorboard wandb ...), all, or none."},
-    )
 
     def __post_init__(self):
-        self.save_steps = self.save_steps or self.eval_steps
-        positive = ["per_device_train_batch_size", "per_device_eval_batch_size", "logging_steps", "eval_steps"]
-        check_range(self, [*positive, "save_steps", "save_total_limit"], low=1)
+        super().__post_init__()
         check_range(self, ["warmup_ratio", "final_lr_ratio"], low=0, below=1)
-        if self.save_steps % self.eval_steps:
-            raise UsageError(f"save_steps {self.save_steps} is not a multiple of eval_steps {self.eval_steps}.")
 
 
 # Data: documents → sequences of token ids → masked micro-batches
@@ -202,7 +136,7 @@ def load_documents(args: DataArguments, seed: int) -> tuple[Dataset | IterableDa
     if args.dataset_name and args.validation_file:
         raise UsageError("a validation_file goes with a train_file; a data set brings its own validation split.")
     source = args.dataset_name or " ".join(args.train_file)
-    try:
+    with loading(source):
         if args.dataset_name:
             splits = load_dataset(args.dataset_name, args.dataset_config_name, streaming=args.streaming)
         else:
@@ -213,11 +147,6 @@ def load_documents(args: DataArguments, seed: int) -> tuple[Dataset | IterableDa
             raise UsageError(f"{source} has no train split, only {', '.join(splits)}.")
         for split in splits.values():
             check_text_column(split, args.text_column, source)
-    except CorpusError as error:
-        raise UsageError(one_line(error)) from error
-    except (DatasetsError, OSError, ValueError) as error:
-        # "An error occurred while generating the dataset" has the reason as its cause.
-        raise UsageError(f"cannot load {source}: {one_line(error.__cause__ or error)}") from error
     if "validation" in splits:
         return splits["train"], splits["validation"]
     if args.streaming:
@@ -347,16 +276,8 @@ def train_batches(
     )
     if not streamed:  # a stream is already split over the processes
         loader = accelerator.prepare(loader)
-    for epoch in itertools.count():
-        (sequences if streamed else loader).set_epoch(epoch)
-        batch = None
-        for batch in loader:
-            yield send_to_device(batch, accelerator.device)
-        if batch is None:
-            raise UsageError(
-                f"the training text is too small for one batch of {batch_size} sequences"
-                f" on each of {accelerator.num_processes} devices."
-            )
+    set_epoch = (sequences if streamed else loader).set_epoch
+    return endless_batches(accelerator, loader, set_epoch, f"{batch_size} sequences")
 
 
 # Model
@@ -381,22 +302,8 @@ def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, max_seq
     multiple = args.pad_vocab_to_multiple_of
     padded_vocab_size = math.ceil(len(tokenizer) / multiple) * multiple
     for_tokenizer = {"vocab_size": padded_vocab_size, "pad_token_id": tokenizer.pad_token_id}
-    name = args.model_name_or_path or args.config_name
-    if name is None and args.model_type not in CONFIG_MAPPING:
-        raise UsageError(f"unknown model_type {args.model_type}.")
-    try:
-        if args.model_name_or_path:
-            config = AutoConfig.from_pretrained(name, **args.config)
-            model = AutoModelForMaskedLM.from_pretrained(name, config=config, dtype=torch.float32)
-        else:
-            settings = {**for_tokenizer, **args.config}
-            if name:
-                config = AutoConfig.from_pretrained(name, **settings)
-            else:
-                config = AutoConfig.for_model(args.model_type, **settings)
-            model = AutoModelForMaskedLM.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        raise UsageError(f"cannot make the model {name or args.model_type}: {one_line(error)}") from error
+    model = build_model(args, AutoModelForMaskedLM, {} if args.model_name_or_path else for_tokenizer)
+    config = model.config
     max_positions = getattr(config, "max_position_embeddings", None) or max_seq_length
     if max_positions < max_seq_length and getattr(config, "position_embedding_type", "absolute") != "none":
         raise UsageError(
@@ -408,18 +315,6 @@ def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, max_seq
 
 
 # Training and evaluation
-
-
-def accumulation_steps(global_batch_size: int | None, per_device_batch_size: int, num_processes: int) -> int:
-    """Micro-batches of each process in one update."""
-    at_once = per_device_batch_size * num_processes
-    steps, rest = divmod(global_batch_size or at_once, at_once)
-    if rest or not steps:
-        raise UsageError(
-            f"global_train_batch_size {global_batch_size} is not a multiple of {at_once}"
-            f" ({per_device_batch_size} per device × {num_processes} processes)."
-        )
-    return steps
 
 
 def predict_targets(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -447,16 +342,12 @@ def accumulate_gradients(
     targets = sum((batch["labels"] != -100).sum() for batch in micro_batches)
     tokens = sum(batch["attention_mask"].sum() for batch in micro_batches)
     counts = accelerator.reduce(torch.stack([targets, tokens]), reduction="sum")
-    # Processes' gradients are averaged, not summed.
-    scale = accelerator.num_processes / counts[0].clamp(min=1)
-    summed_loss = torch.zeros((), device=accelerator.device)
-    for number, batch in enumerate(micro_batches, start=1):
-        with nullcontext() if number == len(micro_batches) else accelerator.no_sync(model):
-            logits, labels, _ = predict_targets(model, batch)
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-            accelerator.backward(loss * scale)
-        summed_loss += loss.detach()
-    return summed_loss, counts
+
+    def sum_loss(batch: dict[str, Tensor]) -> Tensor:
+        logits, labels, _ = predict_targets(model, batch)
+        return F.cross_entropy(logits, labels, reduction="sum")
+
+    return backward_micro_batches(accelerator, model, micro_batches, sum_loss, counts[0]), counts
 
 
 @torch.no_grad()
@@ -482,144 +373,27 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
     }
 
 
-VERSIONED_MODULES = [lion_transformers, torch, transformers, accelerate, datasets]
-
-
 @dataclass
-class TrainerState:
-    """What a run knows about itself; saved with every checkpoint."""
-
-    max_steps: int
-    step: int = 0
-    tokens: int = 0
-    train_seconds: float = 0.0  # without evaluation and saving
-    best_step: int | None = None  # among the checkpoints
-    best_loss: float | None = None
-    history: list[dict[str, float]] = field(default_factory=list)
-
-
-@dataclass
-class Pretraining:
-    """Everything that takes part in a run, prepared by Accelerate where that is due."""
-
-    args: PretrainingArguments
-    accelerator: Accelerator
+class Pretraining(TrainingRun):
     tokenizer: PreTrainedTokenizerBase
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    batches: Iterator[dict[str, Tensor]]
-    num_micro_batches: int
     eval_loader: DataLoader
-    state: TrainerState
 
-    @property
-    def output_dir(self) -> Path:
-        return Path(self.args.output_dir)
+    unit = "tokens"
+    loss_label = "loss per masked token"
+    metric_for_best_model = "eval_loss"
+    greater_is_better = False
 
-    def train(self) -> None:
-        state, args = self.state, self.args
-        self.evaluate()
-        progress = tqdm(
-            total=state.max_steps, desc="Training", unit="step", disable=not self.accelerator.is_main_process
-        )
-        updates, started = [], time.perf_counter()
-        while state.step < state.max_steps:
-            updates.append(self.update())
-            state.step += 1
-            progress.update()
-            is_last = state.step == state.max_steps
-            is_eval = is_last or state.step % args.eval_steps == 0
-            if is_eval or state.step % args.logging_steps == 0:
-                self.log_training(updates, started, progress)
-                if is_eval:
-                    self.evaluate()
-                if is_last or state.step % args.save_steps == 0:
-                    self.save_checkpoint()
-                updates, started = [], time.perf_counter()
-        progress.close()
+    def accumulate_gradients(self, micro_batches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        return accumulate_gradients(self.accelerator, self.model, micro_batches)
 
-    def update(self) -> tuple[Tensor, Tensor, Tensor]:
-        """One step of the optimizer. Returns accumulate_gradients' sums and the gradient's norm before clipping."""
-        micro_batches = list(itertools.islice(self.batches, self.num_micro_batches))
-        loss, counts = accumulate_gradients(self.accelerator, self.model, micro_batches)
-        grad_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or math.inf)
-        self.optimizer.step()
-        if not self.accelerator.optimizer_step_was_skipped:  # as fp16 does when gradients overflow
-            self.scheduler.step()
-        self.optimizer.zero_grad()
-        return loss, counts, grad_norm
+    def compute_metrics(self) -> dict[str, float]:
+        return evaluate(self.accelerator, self.model, self.eval_loader)
 
-    def log_training(self, updates: list[tuple[Tensor, Tensor, Tensor]], started: float, progress: tqdm) -> None:
-        losses, counts, grad_norms = (torch.stack(column) for column in zip(*updates, strict=True))
-        loss = self.accelerator.reduce(losses.sum(), reduction="sum").item()
-        targets, tokens = counts.sum(0).tolist()
-        seconds = time.perf_counter() - started  # after .item(), which waited for the device
-        self.state.tokens += tokens
-        self.state.train_seconds += seconds
-        metrics = {
-            "loss": loss / max(targets, 1),
-            "learning_rate": self.scheduler.get_last_lr()[0],
-            "grad_norm": grad_norms[-1].item(),
-            "tokens_per_second": tokens / seconds,
-        }
-        self.log(metrics)
-        progress.set_postfix(loss=f"{metrics['loss']:.3f}", tokens_per_second=f"{metrics['tokens_per_second']:,.0f}")
+    def describe(self, metrics: dict[str, float]) -> str:
+        return describe(metrics)
 
-    def evaluate(self) -> None:
-        metrics = evaluate(self.accelerator, self.model, self.eval_loader)
-        self.log(metrics)
-        if self.accelerator.is_main_process:
-            tqdm.write(f"step {self.state.step}: {describe(metrics)}")
-
-    def log(self, metrics: dict[str, float]) -> None:
-        self.state.history.append({"step": self.state.step, **metrics})
-        names = {name: f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}" for name in metrics}
-        self.accelerator.log({names[name]: value for name, value in metrics.items()}, step=self.state.step)
-
-    def save_checkpoint(self) -> None:
-        """A folder that AutoModelForMaskedLM loads, with the states of optimizer, schedule and generators."""
-        state = self.state
-        eval_loss = state.history[-1]["eval_loss"]  # no checkpoint without an evaluation just before it
-        if eval_loss < (math.inf if state.best_loss is None else state.best_loss):
-            state.best_step, state.best_loss = state.step, eval_loss
-        folder = checkpoint_folder(self.output_dir, state.step)
-        self.accelerator.save_state(unfinished(folder))
-        if self.accelerator.is_main_process:
-            self.tokenizer.save_pretrained(unfinished(folder))
-            write_json(unfinished(folder) / "trainer_state.json", asdict(state))
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            publish(folder)
-            prune_checkpoints(self.output_dir, state.best_step, self.args.save_total_limit)
-
-    def save_results(self, arguments: dict[str, Any], wall_seconds: float) -> dict[str, Any]:
-        """The model, its tokenizer, a plot and, last of all, results.json: where it is, the run is complete."""
-        folder = self.output_dir / "model"
-        model = self.accelerator.unwrap_model(self.model)
-        model.save_pretrained(unfinished(folder))
-        self.tokenizer.save_pretrained(unfinished(folder))
-        publish_files(folder, self.output_dir)
-        atomic_write(self.output_dir / "loss_curve.png", functools.partial(plot_losses, self.state.history))
-        evaluations = [entry for entry in self.state.history if "eval_loss" in entry]
-        results = {
-            "before": evaluations[0],
-            "after": evaluations[-1],
-            "best": {"step": self.state.best_step, "eval_loss": self.state.best_loss},
-            "steps": self.state.step,
-            "tokens": self.state.tokens,
-            "tokens_per_second": self.state.tokens / self.state.train_seconds,
-            "wall_seconds": wall_seconds,
-            "model": {"class": type(model).__name__, "parameters": model.num_parameters()},
-            "arguments": arguments,
-            "versions": {
-                "python": platform.python_version(),
-                **{module.__name__: module.__version__ for module in VERSIONED_MODULES},
-            },
-            "history": self.state.history,
-        }
-        write_json(self.output_dir / "results.json", results)
-        return results
+    def save_processor(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
 
 
 def describe(metrics: dict[str, float]) -> str:
@@ -629,35 +403,7 @@ def describe(metrics: dict[str, float]) -> str:
     )
 
 
-def plot_losses(history: list[dict[str, float]], file: Path) -> None:
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, label, marker in [("loss", "training", ""), ("eval_loss", "evaluation", "o")]:
-        points = [(entry["step"], entry[name]) for entry in history if name in entry]
-        axes.plot(*zip(*points, strict=True), label=label, marker=marker)
-    axes.set(xlabel="step", ylabel="loss per masked token")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(file, format="png", dpi=150)
-
-
 # The run
-
-
-def make_accelerator(args: PretrainingArguments) -> Accelerator:
-    try:
-        accelerator = Accelerator(
-            mixed_precision=args.mixed_precision,
-            log_with=None if args.report_to == ["none"] else args.report_to,
-            project_config=ProjectConfiguration(args.output_dir, logging_dir=str(Path(args.output_dir, "runs"))),
-            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
-        )
-    except ValueError as error:
-        raise UsageError(one_line(error)) from error
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    if accelerator.num_processes != launched:  # each would train alone, into the same folder
-        raise UsageError(f"{launched} processes that do not work together: without GPUs, set ACCELERATE_USE_CPU=true.")
-    return accelerator
 
 
 def count_steps(args: PretrainingArguments, sequences: Dataset | IterableDataset, global_batch_size: int) -> int:
@@ -681,22 +427,15 @@ def prepare(
     state = TrainerState(max_steps=count_steps(args, train, num_micro_batches * at_once))
     set_seed(args.seed, device_specific=True)  # dropout and masks differ over devices
     model = load_model(model_args, tokenizer, data_args.max_seq_length)
-    optimizer = torch.optim.AdamW(
-        weight_decay_groups(model, args.weight_decay),
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-    )
+    optimizer = adamw(model, args, args.learning_rate)
     scheduler = linear_schedule(optimizer, state.max_steps, args.warmup_ratio, args.final_lr_ratio)
     eval_loader = DataLoader(
         evaluation,
         batch_size=args.per_device_eval_batch_size,
         collate_fn=DataCollatorForTokenClassification(tokenizer),  # pads labels along with their sequences
     )
-    # The schedule is not prepared: Accelerate would advance it once for every process.
-    model, optimizer, eval_loader = accelerator.prepare(model, optimizer, eval_loader)
-    accelerator.register_for_checkpointing(scheduler)
-    accelerator.register_save_state_pre_hook(functools.partial(save_weights, accelerator))
+    model, optimizer = prepare_training(accelerator, model, optimizer, scheduler)
+    eval_loader = accelerator.prepare(eval_loader)
     batches = train_batches(
         accelerator,
         train,
@@ -707,39 +446,22 @@ def prepare(
     # One batch now: text that is too short or broken is found before anything else takes time.
     batches = itertools.chain([next(batches)], batches)
     return Pretraining(
-        args, accelerator, tokenizer, model, optimizer, scheduler, batches, num_micro_batches, eval_loader, state
+        args, accelerator, model, optimizer, scheduler, batches, num_micro_batches, state, tokenizer, eval_loader
     )
-
-
-def save_weights(accelerator: Accelerator, models: list[nn.Module], weights: list[dict], folder: Path) -> None:
-    """In place of Accelerate's own weights file, one that from_pretrained reads."""
-    if accelerator.is_main_process:
-        accelerator.unwrap_model(models[0]).save_pretrained(folder)
-    weights.clear()
 
 
 def main() -> None:
     started = time.perf_counter()
     model_args, data_args, args = parse_arguments([ModelArguments, DataArguments, PretrainingArguments], None, __doc__)
-    output_dir = Path(args.output_dir)
-    claim_output_dir(output_dir, args.overwrite_output_dir)
-    accelerator = make_accelerator(args)
-    accelerator.wait_for_everyone()
-    transformers.logging.disable_progress_bar()  # one bar for the run, none for every file that it saves
-    if accelerator.is_main_process:
-        clear_output_dir(output_dir)
-    else:
-        transformers.logging.set_verbosity_error()
-        datasets.disable_progress_bars()
-
+    accelerator = start(args)
     pretraining = prepare(model_args, data_args, args, accelerator)
     arguments = {**asdict(model_args), **asdict(data_args), **asdict(args)}
-    accelerator.init_trackers("pretrain_mlm", config={name: str(value) for name, value in arguments.items()})
+    init_trackers(accelerator, "pretrain_mlm", arguments)
     pretraining.train()
     if accelerator.is_main_process:
         results = pretraining.save_results(arguments, time.perf_counter() - started)
         print(f"before: {describe(results['before'])}\nafter:  {describe(results['after'])}")
-        print(f"{results['tokens_per_second']:,.0f} tokens per second; everything is in {output_dir}")
+        print(f"{results['tokens_per_second']:,.0f} tokens per second; everything is in {pretraining.output_dir}")
     accelerator.end_training()
 
 

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 import lion_transformers
-from lion_transformers.scripts import checkpointing, pretrain_mlm
+from lion_transformers.scripts import checkpointing, pretrain_mlm, training
 from lion_transformers.scripts.arguments import RECIPES, UsageError, parse_arguments, run
 from lion_transformers.scripts.checkpointing import (
     atomic_write,
@@ -47,7 +47,6 @@ from lion_transformers.scripts.pretrain_mlm import (
     ModelArguments,
     PretrainingArguments,
     accumulate_gradients,
-    accumulation_steps,
     count_steps,
     encode,
     evaluate,
@@ -55,6 +54,7 @@ from lion_transformers.scripts.pretrain_mlm import (
     mask_once,
     train_batches,
 )
+from lion_transformers.scripts.training import accumulation_steps, make_accelerator
 
 
 SCRIPT = Path(pretrain_mlm.__file__)
@@ -503,7 +503,7 @@ def test_training_batches_repeat_the_data_in_new_orders(tokenizer, streaming):
         data = Dataset.from_list(rows)
         if streaming:
             data = data.to_iterable_dataset().shuffle(seed=17, buffer_size=12)
-        accelerator = pretrain_mlm.make_accelerator(PretrainingArguments("out", report_to=["none"]))
+        accelerator = make_accelerator(PretrainingArguments("out", report_to=["none"]))
         collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3)
         batches = train_batches(accelerator, data, collator, batch_size=4, num_workers=0)
         return [[next(batches)["input_ids"][:, 0].tolist() for _ in range(3)] for _ in range(epochs)]
@@ -707,7 +707,7 @@ def test_a_run_on_two_processes(tokenizer, corpus, monkeypatch, tmp_path):
 def test_processes_that_do_not_see_each_other_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="ACCELERATE_USE_CPU=true"):
-        pretrain_mlm.make_accelerator(PretrainingArguments("out"))
+        make_accelerator(PretrainingArguments("out"))
 
 
 def test_two_runs_with_one_seed_are_equal(tokenizer, corpus, monkeypatch):
@@ -756,8 +756,8 @@ def test_a_crash_leaves_no_half_checkpoint(tokenizer, corpus, monkeypatch, crash
 
     place = {
         "save_state": (accelerate.accelerator, "save_accelerator_state"),  # after the weights, before the optimizer
-        "trainer_state": (pretrain_mlm, "write_json"),
-        "rename": (pretrain_mlm, "publish"),
+        "trainer_state": (training, "write_json"),
+        "rename": (training, "publish"),
     }[crash_in]
     short_run = [*TINY_BERT, *SHORT, "--max_steps", "2", "--eval_steps", "1"]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
