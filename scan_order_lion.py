@@ -8,6 +8,7 @@ To add an order, write its permutation as a function of height and width and ent
 
 from collections.abc import Iterator
 from functools import lru_cache
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -55,8 +56,6 @@ SCAN_ORDERS = {
 }
 
 
-@torch.compiler.assume_constant_result
-@lru_cache(maxsize=64)
 def get_scan(name: str, height: int, width: int, has_cls_token: bool, device: torch.device) -> Scan | None:
     """The permutations of a named order over a grid, made once for each grid and device.
 
@@ -71,6 +70,17 @@ def get_scan(name: str, height: int, width: int, has_cls_token: bool, device: to
     """
     if name == "raster":
         return None
+    # A compiled model has a graph for each grid, with its indices as constants.
+    return _scan_as_constant(name, index(height), index(width), has_cls_token, device)
+
+
+@torch.compiler.assume_constant_result
+def _scan_as_constant(*key):
+    return _make_scan(*key)
+
+
+@lru_cache(maxsize=64)
+def _make_scan(name, height, width, has_cls_token, device):
     # Indices made in inference mode could not take part in a later training step.
     with torch.inference_mode(False), torch.device("cpu"):
         order = torch.stack([permutation(height, width) for permutation in SCAN_ORDERS[name]])
