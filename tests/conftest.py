@@ -3,8 +3,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.utils import logging
 
 import lion_transformers
+from lion_transformers import lion_attention, modeling_lion
 
 
 # pytest takes the repository's root, which is a package, for one named like its folder, and would import all of it a
@@ -19,3 +21,23 @@ def poisoned_memory():
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def operator_calls(monkeypatch):
+    """Arguments of every call of the operator, which still does its work."""
+    calls = []
+
+    def spy(q, k, v, log_decay=None, **kwargs):
+        calls.append({"q": q, "k": k, "v": v, "log_decay": log_decay, **kwargs})
+        return lion_attention(q, k, v, log_decay, **kwargs)
+
+    monkeypatch.setattr(modeling_lion, "lion_attention", spy)
+    return calls
+
+
+@pytest.fixture
+def warned(caplog):
+    """Messages of the model's logger; "once" starts anew with the test."""
+    logging.warning_once.cache_clear()
+    return lambda: [record.message for record in caplog.records if record.name == modeling_lion.__name__]

@@ -5,11 +5,27 @@ import json
 import math
 import re
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-from oracle import loop_weights
+from modeling_checks import (
+    DECAYS,
+    GOLDEN,
+    MODES,
+    assert_close,
+    assert_same_state,
+    below,
+    build_from,
+    cross_entropy,
+    decay_parameters,
+    fill_with_constants,
+    gradients,
+    outputs_of,
+    reference_attention,
+    relative_error,
+    softmax,
+    squared_error,
+)
 from safetensors.torch import load_file
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -27,7 +43,6 @@ from transformers import (
     TrainingArguments,
     pipeline,
 )
-from transformers.utils import logging
 
 from lion_transformers import (
     LionConfig,
@@ -37,15 +52,10 @@ from lion_transformers import (
     LionForSequenceClassification,
     LionForTokenClassification,
     LionModel,
-    lion_attention,
-    modeling_lion,
 )
 from lion_transformers.attention_lion import PARALLEL_MAX_LENGTH, PARALLEL_MAX_LENGTH_WITHOUT_DECAY
 
 
-GOLDEN = Path(__file__).parent / "golden"
-DECAYS = ("none", "fixed", "selective")
-MODES = ("parallel", "chunk", "rnn")
 RECIPES = {
     "paper": {},
     "normalized": {"normalize": True},
@@ -85,13 +95,7 @@ def tiny_config(decay_type="selective", **overrides):
 
 
 def build(cls, decay_type="selective", *, seed=0, dtype=torch.float32, **overrides):
-    """A model in which every parameter matters: also biases, norms and the embedding of padding are random."""
-    torch.manual_seed(seed)
-    model = cls(tiny_config(decay_type, **overrides))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.15 * torch.randn_like(parameter)
-    return model.to(dtype).eval()
+    return build_from(cls, tiny_config(decay_type, **overrides), seed=seed, dtype=dtype)
 
 
 def make_batch(length=24, seed=1):
@@ -126,52 +130,6 @@ def targets_for(cls, length=24):
     return {"labels": torch.tensor([2]) if cls is LionForMultipleChoice else torch.tensor([2, 0, 1])}
 
 
-def outputs_of(output):
-    """What a model was built to give: hidden states, or the logits of its head."""
-    for name in ("logits", "last_hidden_state"):
-        if name in output:
-            return output[name]
-    return torch.stack([output.start_logits, output.end_logits], -1)
-
-
-def gradients(model, batch, **kwargs):
-    """Output of a model and the gradients of a fixed random projection of it, by parameter name."""
-    model.zero_grad()
-    output = outputs_of(model(**batch, **kwargs))
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    (output * weights.to(output.dtype)).sum().backward()
-    return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def relative_error(actual, expected):
-    actual, expected = actual.double(), expected.double()
-    return ((actual - expected).norm() / expected.norm()).item()
-
-
-def assert_close(actual, expected, tolerance=1e-5):
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, check_dtype=False)
-
-
-@pytest.fixture
-def operator_calls(monkeypatch):
-    """Arguments of every call of the operator, which still does its work."""
-    calls = []
-
-    def spy(q, k, v, log_decay=None, **kwargs):
-        calls.append({"log_decay": log_decay, **kwargs})
-        return lion_attention(q, k, v, log_decay, **kwargs)
-
-    monkeypatch.setattr(modeling_lion, "lion_attention", spy)
-    return calls
-
-
-@pytest.fixture
-def warned(caplog):
-    """Messages of the model's logger; "once" starts anew with the test."""
-    logging.warning_once.cache_clear()
-    return lambda: [record.message for record in caplog.records if record.name == modeling_lion.__name__]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Values: checkpoints of the public reference, BERT, a float64 loop
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,7 +151,8 @@ RENAMED = [
     (r"^cls\.predictions\.transform\.LayerNorm", "head.norm"),
     (r"^cls\.predictions\.decoder", "decoder"),
 ]
-GOLDEN_CASES = {entry["name"]: entry for entry in json.loads((GOLDEN / "manifest.json").read_text())}
+MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
+GOLDEN_CASES = {entry["name"]: entry for entry in MANIFEST if entry["task"] != "image"}
 
 
 def load_golden(name):
@@ -243,38 +202,6 @@ def test_checkpoint_of_the_public_reference_gives_its_outputs(name, mode):
         assert_close(output.logits[real], expected["logits"][real])
 
 
-def reference_attention(config, weights, x, keep):
-    """What LionAttention hands to its output projection, and its attention matrix, by the float64 loop."""
-
-    def linear(name):
-        return nn.functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-
-    heads = config.num_attention_heads
-    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in linear("qkv_proj").chunk(3, -1))
-    if config.feature_map == "elu":
-        q, k = (torch.where(z > 0, z + 1, z.exp()) for z in (q, k))
-    elif config.feature_map == "silu":
-        q, k = (z * z.sigmoid() + 0.5 for z in (q, k))
-        q, k = (z / (z * z).sum(-1, keepdim=True).sqrt() for z in (q, k))
-    log_decay = None
-    if config.decay_type == "fixed":
-        log_decay = weights["decay_bias"].sigmoid().log()
-    elif config.decay_type == "selective":
-        log_decay = (1 - linear("decay_bias_proj").sigmoid()).log().transpose(1, 2)
-    matrix = loop_weights(q, k, log_decay, key_mask=keep)
-    matrix = matrix / (matrix.sum(-1, keepdim=True) + 1e-6) if config.normalize else matrix / math.sqrt(q.shape[-1])
-    output = (matrix @ v).transpose(1, 2).flatten(2)
-    if config.attention_output_norm:
-        output = nn.functional.layer_norm(
-            output, output.shape[-1:], weights["norm.weight"], weights["norm.bias"], 1e-5
-        )
-    return output, matrix
-
-
-def below(state, prefix):
-    return {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
-
-
 def reference_encoder(model, batch):
     """Hidden states after every layer and attention matrices, in plain float64 torch and the float64 loop."""
     config, state = model.config, {name: x.double() for name, x in model.state_dict().items()}
@@ -303,6 +230,7 @@ def reference_encoder(model, batch):
             below(state, f"{name}.attention."),
             norm(x, f"{name}.attention_norm") if pre else x,
             batch["attention_mask"],
+            layer=i,
         )
         attended = linear(attended, f"{name}.attention.out_proj")
         if pre:
@@ -328,6 +256,10 @@ VARIANTS = {
     "elu map": {"feature_map": "elu", "normalize": True},
     "silu map, not normalised": {"feature_map": "silu"},
     "no biases on queries, keys and values": {"qkv_bias": False},
+    "forward": {"direction": "forward"},
+    "backward": {"direction": "backward", "normalize": True},
+    "forward and backward in turn": {"direction": "alternate"},
+    "diagonal counted twice": {"diagonal": "doubled", "normalize": True},
 }
 
 
@@ -397,6 +329,40 @@ def test_all_but_the_operator_is_bert(decay_type):
     assert_close(actual.pooler_output, expected.pooler_output, 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("direction", "sees_before", "sees_after"),
+    [("both", True, True), ("forward", True, False), ("backward", False, True), ("alternate", True, True)],
+)
+@each_mode
+@each_decay
+def test_direction_says_which_tokens_a_token_depends_on(decay_type, mode, direction, sees_before, sees_after):
+    model, batch = build(LionModel, decay_type, direction=direction, dtype=torch.float64), make_batch()
+    batch.pop("attention_mask")
+    embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
+    states = model(inputs_embeds=embeds, attn_mode=mode, **batch).last_hidden_state
+    states[:, 10].mul(torch.arange(1.0, 49)).sum().backward()
+    reach = embeds.grad.abs().amax((0, 2)) > 1e-10  # differences of sums of gates leave rounding errors
+    assert reach[10] and reach[9] == sees_before and reach[11] == sees_after
+    assert reach[:10].any() == sees_before and reach[11:].any() == sees_after
+
+
+def test_directions_in_turn_are_forward_in_even_layers_and_backward_in_odd_ones(operator_calls):
+    build(LionModel, direction="alternate", num_hidden_layers=4)(**make_batch())
+    assert [call["direction"] for call in operator_calls] == ["forward", "backward", "forward", "backward"]
+    operator_calls.clear()
+    build(LionModel, diagonal="doubled")(**make_batch())
+    assert [(call["direction"], call["diagonal"]) for call in operator_calls] == [("both", "doubled")] * 2
+
+
+def test_auto_counts_a_direction_as_decay(operator_calls):
+    """Without decays, one direction still needs the blocks of the chunk form: the crossover is that of decays."""
+    for direction, expected in (("both", "chunk"), ("forward", "parallel"), ("alternate", "parallel")):
+        operator_calls.clear()
+        model = build(LionModel, "none", direction=direction, max_position_embeddings=100)
+        model(**make_batch(PARALLEL_MAX_LENGTH_WITHOUT_DECAY + 1))
+        assert {call["mode"] for call in operator_calls} == {expected}
+
+
 @each_recipe
 @pytest.mark.parametrize("decay_type", ["fixed", "selective"])
 def test_reversed_text_gives_reversed_states(decay_type, recipe):
@@ -417,10 +383,6 @@ def decays_of(attention):
     if attention.config.decay_type == "fixed":
         return attention.decay_bias.double().sigmoid()
     return 1 - attention.decay_bias_proj.bias.double().sigmoid()
-
-
-def decay_parameters(model):
-    return {name: p for name, p in model.named_parameters() if re.search(r"attention\.decay_bias", name)}
 
 
 @pytest.mark.parametrize("longest", [64, 512, 100_000])
@@ -946,11 +908,6 @@ def test_gradient_checkpointing_recomputes_and_gives_equal_gradients(decay_type,
         assert_close(actual[name], gradient)
 
 
-def cross_entropy(logits, label):
-    """Of one row, from its definition."""
-    return (logits.double().exp().sum().log() - logits[label].double()).item()
-
-
 def losses_by_hand(cls, output, targets):
     """The losses of all targets, one by one."""
     if cls is LionForQuestionAnswering:
@@ -989,11 +946,6 @@ def test_loss_is_averaged_over_the_items_of_the_whole_batch(cls, as_count):
     with torch.no_grad():
         output = model(**batch_for(cls), **targets, num_items_in_batch=as_count(1000))
     assert output.loss.item() == pytest.approx(sum(losses_by_hand(cls, output, targets)) / 1000, rel=1e-5)
-
-
-def squared_error(logits, labels):
-    pairs = zip(logits.flatten().tolist(), labels.flatten().tolist(), strict=True)
-    return sum((score - label) ** 2 for score, label in pairs)
 
 
 def test_regression_loss_is_averaged_over_the_items_of_the_whole_batch():
@@ -1137,19 +1089,6 @@ def test_decoder_is_tied_to_the_word_embeddings_unless_the_config_says_otherwise
 # ---------------------------------------------------------------------------------------------------------------------
 # Saving and loading
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def fill_with_constants(model):
-    """Each parameter with a number of its own, exact in float32."""
-    with torch.no_grad():
-        for i, parameter in enumerate(model.parameters()):
-            parameter.fill_((i + 1) / 64)
-    return model
-
-
-def assert_same_state(actual, expected):
-    assert actual.keys() == expected.keys()
-    assert not [name for name, x in expected.items() if not torch.equal(actual[name], x)]
 
 
 @each_decay
@@ -1319,11 +1258,6 @@ def save(tmp_path, tokenizer):
 def outputs_for_text(model, tokenizer, *text):
     with torch.no_grad():
         return outputs_of(model(**tokenizer(*text, return_tensors="pt")))[0]
-
-
-def softmax(scores):
-    exponentials = [math.exp(score) for score in scores]
-    return [e / sum(exponentials) for e in exponentials]
 
 
 @each_decay
