@@ -353,6 +353,10 @@ class TrainingRun:
         """Save what makes a model's inputs beside the model."""
         raise NotImplementedError
 
+    def save_checkpoint_files(self, folder: Path) -> None:
+        """Save what belongs to a checkpoint beside the weights and Accelerate's states."""
+        self.save_processor(folder)
+
     @property
     def output_dir(self) -> Path:
         return Path(self.args.output_dir)
@@ -429,7 +433,7 @@ class TrainingRun:
         folder = checkpoint_folder(self.output_dir, self.state.step)
         self.accelerator.save_state(unfinished(folder))
         if self.accelerator.is_main_process:
-            self.save_processor(unfinished(folder))
+            self.save_checkpoint_files(unfinished(folder))
             write_json(unfinished(folder) / "trainer_state.json", asdict(self.state))
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:

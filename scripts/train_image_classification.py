@@ -1,0 +1,682 @@
+"""Train an image classifier from a recipe, on one device or many.
+
+    python scripts/train_image_classification.py --recipe train_image_tiny_lion_s_natural --output_dir outputs/lion-s
+    accelerate launch scripts/train_image_classification.py --recipe train_image_base_lion_d \\
+        --per_device_train_batch_size 256 --output_dir outputs/lion-d
+    python scripts/train_image_classification.py --train_dir flowers/train --validation_dir flowers/val \\
+        --config image_size=64,patch_size=8,hidden_size=128,modality=image --output_dir outputs/flowers
+    python scripts/train_image_classification.py --model_type vit ...        # any image classifier of Transformers
+    ... --teacher_name_or_path timm/regnety_160.deit_in1k --distillation_type hard
+    python scripts/train_image_classification.py --evaluate_only --model_name_or_path outputs/lion-s \\
+        --dataset_name ILSVRC/imagenet-1k --eval_resolutions 224 384 --output_dir outputs/lion-s-evaluation
+
+The command line overrides the recipe, the recipe overrides the defaults. Images get the size and the channels of the
+model's configuration. One update sees `global_train_batch_size` images, however many processes and micro-batches they
+are spread over, and its loss is the mean over them. output_dir receives the weights (averaged ones, with ema_decay),
+the image processor, the config, results.json, loss_curve.png, confusion_matrix.png and predictions.png; the best and
+the last checkpoint are beside them. Not here: resuming a run, DeepSpeed.
+"""
+
+import functools
+import inspect
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from matplotlib.figure import Figure
+from sklearn.metrics import ConfusionMatrixDisplay, accuracy_score, confusion_matrix, top_k_accuracy_score
+from timm.data.distributed_sampler import RepeatAugSampler
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import (
+    AutoConfig,
+    AutoModelForImageClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    ViTImageProcessor,
+)
+from transformers.hf_argparser import HfArg
+
+from lion_transformers.scripts.arguments import UsageError, one_line, parse_arguments, run
+from lion_transformers.scripts.checkpointing import atomic_write, write_json
+from lion_transformers.scripts.images import (
+    AugmentationArguments,
+    DataArguments,
+    EvaluationTransform,
+    LabelledImages,
+    MixingCollator,
+    channel_statistics,
+    class_names,
+    labelled_images,
+    load_splits,
+    make_image_processor,
+    saved_statistics,
+    train_transform,
+)
+from lion_transformers.scripts.optimization import cosine_schedule
+from lion_transformers.scripts.training import (
+    ModelArguments,
+    TrainerState,
+    TrainingArguments,
+    TrainingRun,
+    accumulation_steps,
+    adamw,
+    backward_micro_batches,
+    build_model,
+    check_range,
+    endless_batches,
+    init_trackers,
+    prepare_training,
+    provenance,
+    start,
+)
+
+
+MOST_CLASSES_WITH_NUMBERS = 20
+NUM_SAMPLE_PREDICTIONS = 16
+
+
+@dataclass
+class DistillationArguments:
+    _argument_group_name = "distillation"
+
+    teacher_name_or_path: str | None = HfArg(
+        default=None, help="Folder or Hub name of an image classifier with the same classes."
+    )
+    distillation_type: Literal["none", "hard", "soft"] = HfArg(
+        default="none", help="What is learnt from the teacher: its best class or its probabilities."
+    )
+    distillation_alpha: float = HfArg(default=0.5, help="Weight of the teacher's part of the loss.")
+    distillation_tau: float = HfArg(default=1.0, help="Temperature of soft distillation.")
+
+    def __post_init__(self):
+        check_range(self, ["distillation_alpha"], low=0, below=1 + 1e-9)
+        if self.distillation_tau <= 0:
+            raise UsageError(f"distillation_tau must be above 0, got {self.distillation_tau}.")
+        if (self.teacher_name_or_path is None) != (self.distillation_type == "none"):
+            raise UsageError("a teacher_name_or_path and a distillation_type (hard or soft) go together.")
+
+
+@dataclass
+class ClassificationArguments(TrainingArguments):
+    evaluate_only: bool = HfArg(default=False, help="Train nothing: evaluate model_name_or_path as it is.")
+    eval_resolutions: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Sizes of images, one side or HEIGHTxWIDTH, to evaluate at; the first one while training."
+            " Default: the model's."
+        },
+    )
+    base_learning_rate: float = HfArg(
+        default=5e-4, help="Peak of the schedule for 512 images per update; scaled in proportion to these."
+    )
+    final_learning_rate: float = HfArg(default=1e-5, help="What it falls to, by half a cosine, at the last update.")
+    warmup_learning_rate: float = HfArg(default=1e-6, help="What it rises from, linearly.")
+    warmup_epochs: float = HfArg(default=5.0, help="Passes over the data in which it rises.")
+    weight_decay: float = HfArg(
+        default=0.05, help="AdamW's weight decay; biases, norms, decays, learned tokens and positions are exempt."
+    )
+    max_grad_norm: float = HfArg(default=0.0, help="Norm that gradients are clipped to; 0 clips nothing.")
+    label_smoothing: float = HfArg(default=0.1, help="Share of every label that is spread over all classes.")
+    ema_decay: float = HfArg(
+        default=0.0,
+        help="Decay per update of the averaged weights that are evaluated and left as the model; 0 averages nothing.",
+    )
+    num_train_epochs: float = HfArg(default=300.0, help="Passes over the data, where max_steps is not given.")
+    eval_steps: int | None = HfArg(
+        default=None, help="Updates between two evaluations. Default: one pass over the data."
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_range(self, ["label_smoothing", "ema_decay"], low=0, below=1)
+        check_range(self, ["final_learning_rate", "warmup_learning_rate", "warmup_epochs"], low=0)
+        if self.base_learning_rate <= 0:
+            raise UsageError(f"base_learning_rate must be above 0, got {self.base_learning_rate}.")
+
+
+# Model
+
+
+def load_pretrained_config(args: ModelArguments) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(args.model_name_or_path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot load the model {args.model_name_or_path}: {one_line(error)}") from error
+
+
+def load_model(args: ModelArguments, names: list[str]) -> PreTrainedModel:
+    """A new classifier, or one to continue from, with a class for every name.
+
+    Weights that know the same classes keep the order of theirs; a head for other classes is a new one.
+    """
+    if len(names) < 2:
+        raise UsageError(f"a classifier needs two classes, the training data have only {names[0]}.")
+    loading = {}
+    if args.model_name_or_path:
+        known = load_pretrained_config(args).id2label
+        loading["ignore_mismatched_sizes"] = len(known) != len(names)
+        if set(known.values()) == set(names):
+            names = [known[label] for label in range(len(names))]
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: label for label, name in enumerate(names)}}
+    return build_model(args, AutoModelForImageClassification, labels, **loading)
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Height and width from `224` or `96x192`."""
+    sides = text.split("x")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
+        raise UsageError(f"a resolution is one side or HEIGHTxWIDTH, got {text}.")
+    return int(sides[0]), int(sides[-1])
+
+
+def format_size(size: tuple[int, int]) -> str:
+    height, width = size
+    return str(height) if height == width else f"{height}x{width}"
+
+
+def native_size(config: PreTrainedConfig) -> tuple[int, int]:
+    """Height and width of the images that a model is made for."""
+    size = getattr(config, "image_size", None)
+    if size is None:
+        raise UsageError(f"the configuration of {config.model_type} has no image_size: give --config image_size=224.")
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def classify(model: nn.Module, pixel_values: Tensor, interpolate: bool = False) -> Tensor:
+    """Logits (batch, classes) in float32; `interpolate` is for images of another size than the model's."""
+    options = {"interpolate_pos_encoding": True} if interpolate else {}
+    return model(pixel_values=pixel_values, **options).logits.float()
+
+
+def needs_interpolation(model: PreTrainedModel, size: tuple[int, int]) -> bool:
+    """Whether the model has another size of its own, and can interpolate its position embeddings."""
+    accepts = "interpolate_pos_encoding" in inspect.signature(type(model).forward).parameters
+    return accepts and getattr(model.config, "image_size", size) not in (size, list(size), size[0])
+
+
+@torch.no_grad()
+def check_takes_images(model: PreTrainedModel, size: tuple[int, int], role: str) -> None:
+    """Find out now, not after training, that a model does not take images of this size."""
+    was_training = model.training
+    image = torch.zeros(1, model.config.num_channels, *size)
+    try:
+        classify(model.eval(), image, needs_interpolation(model, size))
+    except (ValueError, RuntimeError) as error:
+        reason = f"{role} does not take images of {format_size(size)}: {one_line(error)}"
+        raise UsageError(reason) from error
+    model.train(was_training)
+
+
+# Distillation
+
+
+@dataclass
+class Teacher:
+    """A trained classifier that sees the student's images, normalised as it is used to.
+
+    Args:
+        model: the classifier, frozen.
+        scale, shift: (channels, 1, 1); from the student's normalisation to its own.
+        interpolate: whether its own size is another.
+    """
+
+    model: PreTrainedModel
+    scale: Tensor
+    shift: Tensor
+    interpolate: bool
+
+    @torch.no_grad()
+    def __call__(self, pixel_values: Tensor) -> Tensor:
+        return classify(self.model, pixel_values * self.scale + self.shift, self.interpolate)
+
+
+def load_teacher(name: str, student: PreTrainedModel, processor: ViTImageProcessor, device: torch.device) -> Teacher:
+    """The teacher for a student whose images are normalised as `processor` does it.
+
+    Raises:
+        UsageError: it cannot be loaded, or its classes, channels or size are not the student's.
+    """
+    try:
+        model = AutoModelForImageClassification.from_pretrained(name, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot load the teacher {name}: {one_line(error)}") from error
+    config, student_config = model.config, student.config
+    if config.num_labels != student_config.num_labels:
+        raise UsageError(f"the teacher has {config.num_labels} labels, the student {student_config.num_labels}.")
+    if config.id2label != student_config.id2label and set(config.label2id) == set(student_config.label2id):
+        raise UsageError("the teacher has the student's labels in another order.")
+    if getattr(config, "num_channels", 3) != student_config.num_channels:
+        raise UsageError(f"the teacher does not take images of {student_config.num_channels} channels.")
+    size = native_size(student_config)
+    check_takes_images(model, size, f"the teacher {name}")
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (processor.image_mean, processor.image_std))
+    own = saved_statistics(name) or (processor.image_mean, processor.image_std)
+    own_mean, own_std = (torch.tensor(values).view(-1, 1, 1) for values in own)
+    scale, shift = std / own_std, (mean - own_mean) / own_std
+    model.requires_grad_(False).eval().to(device)
+    return Teacher(model, scale.to(device), shift.to(device), needs_interpolation(model, size))
+
+
+def distillation_loss(logits: Tensor, teacher_logits: Tensor, kind: str, tau: float) -> Tensor:
+    """Summed over the batch, as DeiT has it.
+
+    hard: −log p_student(argmax p_teacher). soft: τ² · KL(softmax(teacher / τ) ‖ softmax(student / τ)).
+    """
+    if kind == "hard":
+        return F.cross_entropy(logits, teacher_logits.argmax(-1), reduction="sum")
+    student, teacher = (F.log_softmax(each / tau, dim=-1) for each in (logits, teacher_logits))
+    return tau**2 * F.kl_div(student, teacher, reduction="sum", log_target=True)
+
+
+@dataclass
+class ClassificationLoss:
+    """(1 − α) · cross-entropy + α · distillation, summed over a batch; the cross-entropy alone without a teacher."""
+
+    label_smoothing: float
+    teacher: Teacher | None
+    distillation: DistillationArguments
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """The labels are ids (batch,) or, mixed, probabilities (batch, classes)."""
+        logits = classify(model, batch["pixel_values"])
+        loss = F.cross_entropy(logits, batch["labels"], label_smoothing=self.label_smoothing, reduction="sum")
+        if self.teacher is None:
+            return loss
+        args, teacher_logits = self.distillation, self.teacher(batch["pixel_values"])
+        distilled = distillation_loss(logits, teacher_logits, args.distillation_type, args.distillation_tau)
+        return (1 - args.distillation_alpha) * loss + args.distillation_alpha * distilled
+
+
+# Evaluation
+
+
+@dataclass
+class Predictions:
+    """What a model says to all images of an evaluation: logits (images, classes), and labels (images,), on the CPU."""
+
+    logits: Tensor
+    labels: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        """Mean loss, and shares of images whose class is the first guess, or among five where there are more."""
+        logits, labels = self.logits.double(), self.labels.numpy()
+        num_classes = logits.shape[1]
+        metrics = {
+            "loss": F.cross_entropy(logits, self.labels).item(),
+            "top1": float(accuracy_score(labels, logits.argmax(-1).numpy())),
+        }
+        if num_classes > 5:
+            # A model that has diverged gives NaN, which scikit-learn refuses.
+            scores = np.nan_to_num(logits.numpy())
+            metrics["top5"] = float(top_k_accuracy_score(labels, scores, k=5, labels=range(num_classes)))
+        return {**metrics, "images": len(labels)}
+
+
+@dataclass
+class Evaluator:
+    """Predictions at one or more resolutions, each image once however many processes there are."""
+
+    accelerator: Accelerator
+    loaders: dict[str, DataLoader]  # by resolution
+
+    @property
+    def first(self) -> str:
+        return next(iter(self.loaders))
+
+    @property
+    def images(self) -> LabelledImages:
+        """At the first resolution."""
+        return self.loaders[self.first].dataset
+
+    @torch.no_grad()
+    def predict(self, model: PreTrainedModel, resolution: str) -> Predictions:
+        was_training = model.training
+        model.eval()
+        interpolate = needs_interpolation(model, parse_size(resolution))
+        rows = []
+        description, is_main = f"Evaluating at {resolution}", self.accelerator.is_main_process
+        for batch in tqdm(self.loaders[resolution], desc=description, leave=False, disable=not is_main):
+            with self.accelerator.autocast():
+                logits = classify(model, batch["pixel_values"], interpolate)
+            rows.append([part.cpu() for part in self.accelerator.gather_for_metrics((logits, batch["labels"]))])
+        model.train(was_training)
+        return Predictions(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
+
+
+def make_evaluator(
+    accelerator: Accelerator,
+    model: PreTrainedModel,
+    images: LabelledImages,
+    processors: dict[str, ViTImageProcessor],
+    args: ClassificationArguments,
+    num_workers: int,
+) -> Evaluator:
+    """For the resolutions of `processors`."""
+    loaders = {}
+    for resolution, processor in processors.items():
+        check_takes_images(model, parse_size(resolution), "the model")
+        loader = DataLoader(
+            replace(images, transform=EvaluationTransform(processor)),
+            batch_size=args.per_device_eval_batch_size,
+            num_workers=num_workers,
+            pin_memory=accelerator.device.type == "cuda",
+        )
+        loaders[resolution] = accelerator.prepare(loader)
+    return Evaluator(accelerator, loaders)
+
+
+def make_processors(
+    resolutions: list[str] | None, config: PreTrainedConfig, args: AugmentationArguments, pretrained: str | None
+) -> tuple[ViTImageProcessor, dict[str, ViTImageProcessor]]:
+    """The processor of the model's own size, and those of all resolutions to evaluate at (by default the same)."""
+    mean, std = channel_statistics(args, config.num_channels, pretrained)
+    own = native_size(config)
+    sizes = [parse_size(text) for text in resolutions] if resolutions else [own]
+    processors = {format_size(size): make_image_processor(size, mean, std, args.crop_pct) for size in sizes}
+    return make_image_processor(own, mean, std, args.crop_pct), processors
+
+
+def describe(metrics: dict[str, float], prefix: str = "eval_") -> str:
+    top5 = f", top-5 {metrics[f'{prefix}top5']:.2%}" if f"{prefix}top5" in metrics else ""
+    return (
+        f"loss {metrics[f'{prefix}loss']:.4f}, top-1 {metrics[f'{prefix}top1']:.2%}{top5}"
+        f" of {metrics[f'{prefix}images']} images"
+    )
+
+
+# Pictures
+
+
+def save_pictures(folder: Path, predictions: Predictions, images: LabelledImages, config: PreTrainedConfig) -> None:
+    """confusion_matrix.png and predictions.png of an evaluation on `images`; `config` names the classes."""
+    names = [config.id2label[label] for label in range(config.num_labels)]
+    plots = {
+        "confusion_matrix.png": functools.partial(plot_confusion_matrix, predictions, names),
+        "predictions.png": functools.partial(plot_predictions, predictions, images, names),
+    }
+    for name, plot in plots.items():
+        atomic_write(folder / name, plot)
+
+
+def plot_confusion_matrix(predictions: Predictions, names: list[str], file: Path) -> None:
+    matrix = confusion_matrix(predictions.labels, predictions.logits.argmax(-1), labels=range(len(names)))
+    legible = len(names) <= MOST_CLASSES_WITH_NUMBERS
+    side = max(5.0, 0.5 * len(names)) if legible else 10.0
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axes = figure.subplots()
+    display = ConfusionMatrixDisplay(matrix, display_labels=names)
+    display.plot(ax=axes, include_values=legible, cmap="Blues", xticks_rotation="vertical", values_format="d")
+    if not legible:
+        axes.set(xticks=[], yticks=[])
+    figure.savefig(file, format="png", dpi=150)
+
+
+def plot_predictions(predictions: Predictions, images: LabelledImages, names: list[str], file: Path) -> None:
+    """Images from all over the evaluation, as the model sees them; titles of wrong predictions are red."""
+    chosen = torch.linspace(0, len(images) - 1, min(NUM_SAMPLE_PREDICTIONS, len(images))).round().int().tolist()
+    columns = min(4, len(chosen))
+    rows = math.ceil(len(chosen) / columns)
+    figure = Figure(figsize=(2.5 * columns, 2.8 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flat
+    for axes in grid:
+        axes.axis("off")
+    processor = images.transform.processor
+    for axes, index in zip(grid, chosen, strict=False):
+        pixels = images[index]["pixel_values"].movedim(0, -1)
+        pixels = (pixels * torch.tensor(processor.image_std) + torch.tensor(processor.image_mean)).clamp(0, 1)
+        axes.imshow(pixels.squeeze(-1), cmap="gray", vmin=0, vmax=1)
+        probability, predicted = predictions.logits[index].softmax(-1).max(-1)
+        label = predictions.labels[index]
+        title = f"{names[predicted]} ({probability:.0%})\ntrue: {names[label]}"
+        axes.set_title(title, fontsize=8, color="black" if predicted == label else "red")
+    figure.savefig(file, format="png", dpi=150)
+
+
+# The run
+
+
+@dataclass
+class ClassificationRun(TrainingRun):
+    loss: ClassificationLoss
+    ema: AveragedModel | None
+    processor: ViTImageProcessor
+    evaluator: Evaluator
+
+    unit = "images"
+    loss_label = "loss per image"
+    metric_for_best_model = "eval_top1"
+    greater_is_better = True
+
+    @property
+    def final_model(self) -> PreTrainedModel:
+        return super().final_model if self.ema is None else self.ema.module
+
+    def accumulate_gradients(self, micro_batches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        number = torch.tensor(sum(len(batch["labels"]) for batch in micro_batches), device=self.accelerator.device)
+        number = self.accelerator.reduce(number, reduction="sum")
+        sum_loss = functools.partial(self.loss, self.model)
+        loss = backward_micro_batches(self.accelerator, self.model, micro_batches, sum_loss, number)
+        return loss, torch.stack([number, number])
+
+    def update(self) -> tuple[Tensor, Tensor, Tensor]:
+        sums = super().update()
+        if self.ema is not None:
+            self.ema.update_parameters(self.accelerator.unwrap_model(self.model))
+        return sums
+
+    def compute_metrics(self) -> dict[str, float]:
+        metrics, _ = self.evaluate_at(self.evaluator.first)
+        return {f"eval_{name}": value for name, value in metrics.items()}
+
+    def evaluate_at(self, resolution: str) -> tuple[dict[str, float], Predictions]:
+        """Of the final model, and with averaged weights also of those that are trained (`raw_`)."""
+        predictions = self.evaluator.predict(self.final_model, resolution)
+        metrics = predictions.metrics()
+        if self.ema is not None:
+            raw = self.evaluator.predict(self.accelerator.unwrap_model(self.model), resolution).metrics()
+            metrics |= {f"raw_{name}": value for name, value in raw.items() if name != "images"}
+        return metrics, predictions
+
+    def describe(self, metrics: dict[str, float]) -> str:
+        return describe(metrics)
+
+    def save_processor(self, folder: Path) -> None:
+        self.processor.save_pretrained(folder)
+
+    def save_checkpoint_files(self, folder: Path) -> None:
+        """The averaged weights have a folder of their own: those beside the optimizer's states are what it updates."""
+        super().save_checkpoint_files(folder)
+        if self.ema is not None:
+            self.final_model.save_pretrained(folder / "ema")
+            self.save_processor(folder / "ema")
+
+
+def make_train_batches(
+    accelerator: Accelerator,
+    images: LabelledImages,
+    collator: MixingCollator,
+    args: ClassificationArguments,
+    num_repeats: int,
+    num_workers: int,
+) -> Iterator[dict[str, Tensor]]:
+    """This process's micro-batches, full ones only, without end; each pass over the data has its own order."""
+    sampler = None
+    if num_repeats > 1:
+        sampler = RepeatAugSampler(
+            images,
+            num_replicas=accelerator.num_processes,
+            rank=accelerator.process_index,
+            num_repeats=num_repeats,
+            selected_round=0,  # else a pass leaves out up to 255 images
+        )
+    loader = DataLoader(
+        images,
+        batch_size=args.per_device_train_batch_size,
+        shuffle=None if sampler else True,
+        sampler=sampler,
+        collate_fn=collator,
+        drop_last=True,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        pin_memory=accelerator.device.type == "cuda",
+    )
+    size = f"{args.per_device_train_batch_size} images"
+    if sampler:  # which splits the data over the processes, and whose epoch is its seed
+        return endless_batches(accelerator, loader, lambda epoch: sampler.set_epoch(args.seed + epoch), size)
+    loader = accelerator.prepare(loader)
+    return endless_batches(accelerator, loader, loader.set_epoch, size)
+
+
+def make_ema(model: PreTrainedModel, decay: float, device: torch.device) -> AveragedModel | None:
+    """An average that starts at the model's weights; None for a decay of 0."""
+    if not decay:
+        return None
+    ema = AveragedModel(model, device=device, multi_avg_fn=get_ema_multi_avg_fn(decay))
+    ema.update_parameters(model)  # the first call copies, whatever the decay
+    return ema
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer, args: ClassificationArguments, max_steps: int, steps_per_epoch: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    num_warmup_steps = round(args.warmup_epochs * steps_per_epoch)
+    return cosine_schedule(optimizer, max_steps, num_warmup_steps, args.warmup_learning_rate, args.final_learning_rate)
+
+
+def prepare(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    augmentation: AugmentationArguments,
+    distillation: DistillationArguments,
+    args: ClassificationArguments,
+    accelerator: Accelerator,
+) -> ClassificationRun:
+    num_micro_batches = accumulation_steps(
+        args.global_train_batch_size, args.per_device_train_batch_size, accelerator.num_processes
+    )
+    global_batch_size = num_micro_batches * args.per_device_train_batch_size * accelerator.num_processes
+    with accelerator.main_process_first():
+        train_rows, evaluation_rows = load_splits(data_args, args.seed, evaluate_only=False)
+    set_seed(args.seed)  # the same weights everywhere: averages start from them
+    model = load_model(model_args, class_names(train_rows, data_args))
+    set_seed(args.seed, device_specific=True)  # dropout and augmentation differ over devices
+    processor, processors = make_processors(
+        args.eval_resolutions, model.config, augmentation, model_args.model_name_or_path
+    )
+    transform = train_transform(augmentation, native_size(model.config), processor.image_mean, processor.image_std)
+    train = labelled_images(train_rows, data_args, model.config, transform)
+    evaluation = labelled_images(evaluation_rows, data_args, model.config, EvaluationTransform(processor))
+    check_takes_images(model, native_size(model.config), "the model")
+    evaluator = make_evaluator(accelerator, model, evaluation, processors, args, data_args.dataloader_num_workers)
+    teacher = None
+    if distillation.teacher_name_or_path:
+        teacher = load_teacher(distillation.teacher_name_or_path, model, processor, accelerator.device)
+
+    steps_per_epoch = max(1, len(train) // global_batch_size)
+    max_steps = args.max_steps if args.max_steps > 0 else max(1, round(args.num_train_epochs * steps_per_epoch))
+    args = replace(args, eval_steps=args.eval_steps or steps_per_epoch)
+    ema = make_ema(model, args.ema_decay, accelerator.device)
+    optimizer = adamw(model, args, args.base_learning_rate * global_batch_size / 512)
+    scheduler = make_schedule(optimizer, args, max_steps, steps_per_epoch)
+    collator = MixingCollator(augmentation.mixup, augmentation.cutmix, model.config.num_labels)
+    model, optimizer = prepare_training(accelerator, model, optimizer, scheduler)
+    batches = make_train_batches(
+        accelerator, train, collator, args, augmentation.repeated_augmentation, data_args.dataloader_num_workers
+    )
+    # One batch now: too few or broken images are found before anything else takes time.
+    batches = itertools.chain([next(batches)], batches)
+    return ClassificationRun(
+        args=args,
+        accelerator=accelerator,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batches=batches,
+        num_micro_batches=num_micro_batches,
+        state=TrainerState(max_steps),
+        loss=ClassificationLoss(args.label_smoothing, teacher, distillation),
+        ema=ema,
+        processor=processor,
+        evaluator=evaluator,
+    )
+
+
+def train_and_save(classification: ClassificationRun, arguments: dict[str, Any], started: float) -> None:
+    """The whole run; `started` is when the script was."""
+    init_trackers(classification.accelerator, "train_image_classification", arguments)
+    classification.train()
+    evaluator = classification.evaluator
+    evaluations = {resolution: classification.evaluate_at(resolution) for resolution in evaluator.loaders}
+    if not classification.accelerator.is_main_process:
+        return
+    _, predictions = evaluations[evaluator.first]
+    resolutions = {resolution: metrics for resolution, (metrics, _) in evaluations.items()}
+    save_pictures(classification.output_dir, predictions, evaluator.images, classification.final_model.config)
+    results = classification.save_results(arguments, time.perf_counter() - started, resolutions=resolutions)
+    print(f"before: {describe(results['before'])}")
+    print_resolutions(resolutions)
+    print(f"{results['images_per_second']:,.0f} images per second; everything is in {classification.output_dir}")
+
+
+def evaluate_and_save(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    augmentation: AugmentationArguments,
+    args: ClassificationArguments,
+    accelerator: Accelerator,
+    arguments: dict[str, Any],
+) -> None:
+    """Evaluation of a trained model, without training data."""
+    if model_args.model_name_or_path is None:
+        raise UsageError("evaluate_only needs a model_name_or_path.")
+    with accelerator.main_process_first():
+        _, rows = load_splits(data_args, args.seed, evaluate_only=True)
+    model = build_model(model_args, AutoModelForImageClassification, {})
+    processor, processors = make_processors(
+        args.eval_resolutions, model.config, augmentation, model_args.model_name_or_path
+    )
+    images = labelled_images(rows, data_args, model.config, EvaluationTransform(processor))
+    evaluator = make_evaluator(accelerator, model, images, processors, args, data_args.dataloader_num_workers)
+    model.to(accelerator.device)
+    predictions = {resolution: evaluator.predict(model, resolution) for resolution in evaluator.loaders}
+    if accelerator.is_main_process:
+        resolutions = {resolution: each.metrics() for resolution, each in predictions.items()}
+        output_dir = Path(args.output_dir)
+        save_pictures(output_dir, predictions[evaluator.first], evaluator.images, model.config)
+        write_json(output_dir / "results.json", {"resolutions": resolutions, **provenance(model, arguments)})
+        print_resolutions(resolutions)
+
+
+def print_resolutions(resolutions: dict[str, dict[str, float]]) -> None:
+    for resolution, metrics in resolutions.items():
+        print(f"at {resolution}: {describe(metrics, prefix='')}")
+
+
+def main() -> None:
+    started = time.perf_counter()
+    kinds = [ModelArguments, DataArguments, AugmentationArguments, DistillationArguments, ClassificationArguments]
+    model_args, data_args, augmentation, distillation, args = parsed = parse_arguments(kinds, None, __doc__)
+    accelerator = start(args)
+    arguments = {name: value for each in parsed for name, value in asdict(each).items()}
+    if args.evaluate_only:
+        evaluate_and_save(model_args, data_args, augmentation, args, accelerator, arguments)
+    else:
+        classification = prepare(model_args, data_args, augmentation, distillation, args, accelerator)
+        train_and_save(classification, arguments, started)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    run(main)
