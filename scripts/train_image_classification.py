@@ -429,7 +429,7 @@ def plot_predictions(predictions: Predictions, images: LabelledImages, names: li
     columns = min(4, len(chosen))
     rows = math.ceil(len(chosen) / columns)
     figure = Figure(figsize=(2.5 * columns, 2.8 * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False).flat
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in grid:
         axes.axis("off")
     processor = images.transform.processor
