@@ -346,14 +346,17 @@ def test_pooling_is_another_name_of_classifier_pooling(tmp_path, modality, name,
     assert LionConfig.from_pretrained(tmp_path).classifier_pooling == other
 
 
-def test_pooling_is_checked_under_both_names():
-    for name in ("pooling", "classifier_pooling"):
-        with pytest.raises(StrictDataclassError, match="max"):
-            LionConfig(modality="image", **{name: "max"})
-        config = LionConfig(modality="image", **TINY)
-        with pytest.raises(StrictDataclassError, match="max"):  # at the latest when a model is built
-            setattr(config, name, "max")
-            LionModel(config)
+@pytest.mark.parametrize("name", ["pooling", "classifier_pooling"])
+def test_pooling_is_checked_under_both_names(tmp_path, name):
+    with pytest.raises(StrictDataclassError, match="max"):
+        LionConfig(modality="image", **{name: "max"})
+    config = LionConfig(modality="image", **TINY)
+    LionForImageClassification(config).save_pretrained(tmp_path)
+    with pytest.raises(StrictDataclassError, match="max"):
+        LionForImageClassification.from_pretrained(tmp_path, **{name: "max"})
+    with pytest.raises(StrictDataclassError, match="max"):  # at the latest when a model is built
+        setattr(config, name, "max")
+        LionModel(config)
 
 
 @pytest.mark.parametrize("name", ["pooling", "classifier_pooling"])
