@@ -179,7 +179,7 @@ def _read_folder(folder: str) -> Dataset:
 def _read_file(file: str, image_column: str | None) -> Dataset:
     rows = load_dataset(**files_arguments(train=[file]), split="train")
     column = find_image_column(rows, image_column, file)
-    if rows.features[column] == Value("string"):
+    if _is_text(rows.features[column]):
         rows = rows.map(_resolve_paths, batched=True, fn_kwargs={"column": column, "file": file})
     return rows.cast_column(column, Image())
 
@@ -218,15 +218,26 @@ def find_label_column(rows: Dataset, label_column: str | None, source: str) -> s
         columns = ", ".join(rows.column_names)
         raise UsageError(f"cannot tell which of {columns} in {source} holds labels: give label_column.")
     feature = rows.features[_existing_column(rows, column, source)]
-    if not isinstance(feature, ClassLabel) and feature.dtype.rstrip("0123456789") not in ("string", "int", "uint"):
-        raise UsageError(f"column {column} of {source} holds {feature.dtype}, neither class names nor numbers.")
+    is_number = isinstance(feature, Value) and feature.dtype.startswith(("int", "uint"))
+    if not (isinstance(feature, ClassLabel) or is_number or _is_text(feature)):
+        kind = getattr(feature, "dtype", type(feature).__name__)
+        raise UsageError(f"column {column} of {source} holds {kind}, neither class names nor numbers.")
     return column
+
+
+def _is_text(feature: Any) -> bool:
+    return isinstance(feature, Value) and feature.dtype in ("string", "large_string")
 
 
 def _existing_column(rows: Dataset, column: str, source: str) -> str:
     if column not in rows.features:
         raise UsageError(f"{source} has no column {column}; its columns are {', '.join(rows.column_names)}.")
     return column
+
+
+def num_channels(config: PreTrainedConfig) -> int:
+    """Of the images that a model takes; models that do not say take colour."""
+    return getattr(config, "num_channels", 3)
 
 
 def class_names(rows: Dataset, args: DataArguments) -> list[str]:
@@ -310,7 +321,7 @@ def labelled_images(
             " or the training data have."
         )
     column = find_image_column(rows, args.image_column, args.source)
-    images = rows.select_columns([column]).cast_column(column, Image(mode=PIL_MODES[config.num_channels]))
+    images = rows.select_columns([column]).cast_column(column, Image(mode=PIL_MODES[num_channels(config)]))
     return LabelledImages(images, [config.label2id[name] for name in names], transform)
 
 
@@ -318,7 +329,7 @@ def labelled_images(
 
 
 def channel_statistics(
-    args: AugmentationArguments, num_channels: int, pretrained: str | None
+    args: AugmentationArguments, channels: int, pretrained: str | None
 ) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel: those asked for, those of the pretrained model, or the default.
 
@@ -326,14 +337,14 @@ def channel_statistics(
         UsageError: there are not as many as channels, a deviation that is not positive, a number of channels that no
             image has.
     """
-    if num_channels not in PIL_MODES:
-        raise UsageError(f"images have 1 or 3 channels, the model has num_channels {num_channels}.")
-    defaults = ([0.5], [0.5]) if num_channels == 1 else (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+    if channels not in PIL_MODES:
+        raise UsageError(f"images have 1 or 3 channels, the model has num_channels {channels}.")
+    defaults = ([0.5], [0.5]) if channels == 1 else (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
     saved = saved_statistics(pretrained) if pretrained else None
     mean, std = saved or defaults
     mean, std = args.image_mean or mean, args.image_std or std
-    if not len(mean) == len(std) == num_channels or min(std) <= 0:
-        raise UsageError(f"image_mean and image_std need {num_channels} numbers each, the latter above 0.")
+    if not len(mean) == len(std) == channels or min(std) <= 0:
+        raise UsageError(f"image_mean and image_std need {channels} numbers each, the latter above 0.")
     return list(mean), list(std)
 
 

@@ -61,6 +61,7 @@ from lion_transformers.scripts.images import (
     labelled_images,
     load_splits,
     make_image_processor,
+    num_channels,
     saved_statistics,
     train_transform,
 )
@@ -210,7 +211,7 @@ def needs_interpolation(model: PreTrainedModel, size: tuple[int, int]) -> bool:
 def check_takes_images(model: PreTrainedModel, size: tuple[int, int], role: str) -> None:
     """Find out now, not after training, that a model does not take images of this size."""
     was_training = model.training
-    image = torch.zeros(1, model.config.num_channels, *size)
+    image = torch.zeros(1, num_channels(model.config), *size)
     try:
         classify(model.eval(), image, needs_interpolation(model, size))
     except (ValueError, RuntimeError) as error:
@@ -257,8 +258,10 @@ def load_teacher(name: str, student: PreTrainedModel, processor: ViTImageProcess
         raise UsageError(f"the teacher has {config.num_labels} labels, the student {student_config.num_labels}.")
     if config.id2label != student_config.id2label and set(config.label2id) == set(student_config.label2id):
         raise UsageError("the teacher has the student's labels in another order.")
-    if getattr(config, "num_channels", 3) != student_config.num_channels:
-        raise UsageError(f"the teacher does not take images of {student_config.num_channels} channels.")
+    if num_channels(config) != num_channels(student_config):
+        raise UsageError(
+            f"the teacher takes images of {num_channels(config)} channels, the student {num_channels(student_config)}."
+        )
     size = native_size(student_config)
     check_takes_images(model, size, f"the teacher {name}")
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (processor.image_mean, processor.image_std))
@@ -381,7 +384,7 @@ def make_processors(
     resolutions: list[str] | None, config: PreTrainedConfig, args: AugmentationArguments, pretrained: str | None
 ) -> tuple[ViTImageProcessor, dict[str, ViTImageProcessor]]:
     """The processor of the model's own size, and those of all resolutions to evaluate at (by default the same)."""
-    mean, std = channel_statistics(args, config.num_channels, pretrained)
+    mean, std = channel_statistics(args, num_channels(config), pretrained)
     own = native_size(config)
     sizes = [parse_size(text) for text in resolutions] if resolutions else [own]
     processors = {format_size(size): make_image_processor(size, mean, std, args.crop_pct) for size in sizes}
@@ -436,7 +439,7 @@ def plot_predictions(predictions: Predictions, images: LabelledImages, names: li
     for axes, index in zip(grid, chosen, strict=False):
         pixels = images[index]["pixel_values"].movedim(0, -1)
         pixels = (pixels * torch.tensor(processor.image_std) + torch.tensor(processor.image_mean)).clamp(0, 1)
-        axes.imshow(pixels.squeeze(-1), cmap="gray", vmin=0, vmax=1)
+        axes.imshow(pixels.squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
         probability, predicted = predictions.logits[index].softmax(-1).max(-1)
         label = predictions.labels[index]
         title = f"{names[predicted]} ({probability:.0%})\ntrue: {names[label]}"

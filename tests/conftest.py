@@ -1,8 +1,11 @@
 import sys
 from pathlib import Path
 
+import datasets
+import huggingface_hub
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers.utils import logging
 
 import lion_transformers
@@ -12,6 +15,18 @@ from lion_transformers import lion_attention, modeling_lion
 # pytest takes the repository's root, which is a package, for one named like its folder, and would import all of it a
 # second time: the Auto classes would then hand out classes of that copy.
 sys.modules.setdefault(Path(lion_transformers.__file__).parent.name, lion_transformers)
+
+
+@pytest.fixture
+def isolated_run(tmp_path, monkeypatch):
+    """No network, no shared cache, and a fresh Accelerate for every test of a script."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    yield
+    for state in [AcceleratorState, GradientState, PartialState]:
+        state._reset_state()
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """scripts/pretrain_mlm.py: its arguments and recipes, its data, its arithmetic, its files, and whole runs of it."""
 
+import functools
 import json
 import math
 import os
@@ -9,17 +10,16 @@ import sys
 from pathlib import Path
 
 import accelerate.accelerator
-import datasets
-import huggingface_hub
 import pytest
 import torch
+import training_checks
 import yaml
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
+from training_checks import TWO_CPUS, run_and_check
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
@@ -32,7 +32,7 @@ from transformers import (
 
 import lion_transformers
 from lion_transformers.scripts import checkpointing, pretrain_mlm, training
-from lion_transformers.scripts.arguments import RECIPES, UsageError, parse_arguments, run
+from lion_transformers.scripts.arguments import RECIPES, UsageError, parse_arguments
 from lion_transformers.scripts.checkpointing import (
     atomic_write,
     list_checkpoints,
@@ -62,17 +62,9 @@ SENTENCE = "the a small big red cat dog bird fish sees likes eats in house garde
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 TINY_BERT = ["--model_type=bert", "--config", ",".join(f"{name}={value}" for name, value in TINY.items())]
 
-
-@pytest.fixture(autouse=True)
-def isolated(tmp_path, monkeypatch):
-    """No network, no shared cache, and a fresh Accelerate for every test."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    yield
-    for state in [AcceleratorState, GradientState, PartialState]:
-        state._reset_state()
+pytestmark = pytest.mark.usefixtures("isolated_run")
+run_script = functools.partial(training_checks.run_script, pretrain_mlm)
+fails_with = functools.partial(training_checks.fails_with, pretrain_mlm)
 
 
 @pytest.fixture
@@ -120,24 +112,6 @@ def tiny_bert():
 
 def parse(*argv):
     return parse_arguments([ModelArguments, DataArguments, PretrainingArguments], argv)
-
-
-def run_script(monkeypatch, *argv):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, argv)])
-    pretrain_mlm.main()
-
-
-def fails_with(monkeypatch, capsys, *argv):
-    """The one sentence of an expected failure."""
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, argv)])
-    with pytest.raises(SystemExit) as exit:
-        run(pretrain_mlm.main)
-    assert exit.value.code == 2
-    stderr = capsys.readouterr().err
-    assert "Traceback" not in stderr
-    last_line = stderr.splitlines()[-1]
-    assert last_line.startswith("pretrain_mlm.py: error: ")
-    return last_line
 
 
 # Arguments and recipes
@@ -375,7 +349,6 @@ def test_a_batch_without_targets_has_zero_loss_and_gradient(tiny_bert):
     assert all(parameter.grad.eq(0).all() for parameter in tiny_bert.parameters())
 
 
-TWO_CPUS = [sys.executable, *["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]]
 TWO_PROCESSES = """
 import sys
 import torch
@@ -406,8 +379,7 @@ def test_two_processes_compute_what_one_large_batch_does(tiny_bert, tmp_path):
     tiny_bert.save_pretrained(tmp_path)
     torch.save(UNEVEN, tmp_path / "batches.pt")
     (tmp_path / "two.py").write_text(TWO_PROCESSES)
-    command = [sys.executable, *["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]]
-    run_and_check([*command, tmp_path / "two.py", tmp_path], tmp_path)
+    run_and_check([*TWO_CPUS, tmp_path / "two.py", tmp_path], tmp_path)
 
     result = torch.load(tmp_path / "result.pt")
     assert result["counts"].tolist() == [38, 128]
@@ -418,14 +390,6 @@ def test_two_processes_compute_what_one_large_batch_does(tiny_bert, tmp_path):
     whole = {name: torch.cat([batch[name] for batch in UNEVEN])[:7] for name in UNEVEN[0]}
     assert result["metrics"]["eval_targets"] == (whole["labels"] != -100).sum()
     assert result["metrics"]["eval_loss"] == pytest.approx(tiny_bert.eval()(**whole).loss.item(), rel=1e-6)
-
-
-def run_and_check(command, tmp_path):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    env["ACCELERATE_USE_CPU"] = "true"
-    result = subprocess.run([str(part) for part in command], env=env, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result
 
 
 # Data
