@@ -340,7 +340,7 @@ def channel_statistics(
     if channels not in PIL_MODES:
         raise UsageError(f"images have 1 or 3 channels, the model has num_channels {channels}.")
     defaults = ([0.5], [0.5]) if channels == 1 else (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
-    saved = saved_statistics(pretrained) if pretrained else None
+    saved = saved_statistics(pretrained, channels) if pretrained else None
     mean, std = saved or defaults
     mean, std = args.image_mean or mean, args.image_std or std
     if not len(mean) == len(std) == channels or min(std) <= 0:
@@ -348,7 +348,7 @@ def channel_statistics(
     return list(mean), list(std)
 
 
-def saved_statistics(name: str) -> tuple[list[float], list[float]] | None:
+def saved_statistics(name: str, channels: int) -> tuple[list[float], list[float]] | None:
     """Mean and standard deviation that a pretrained model's image processor normalises with, if it has one."""
     try:
         processor = AutoImageProcessor.from_pretrained(name)
@@ -357,7 +357,7 @@ def saved_statistics(name: str) -> tuple[list[float], list[float]] | None:
     if hasattr(processor, "data_config"):  # timm's
         return processor.data_config["mean"], processor.data_config["std"]
     if not processor.do_normalize:
-        return [0.0] * len(processor.image_mean), [1.0] * len(processor.image_std)
+        return [0.0] * channels, [1.0] * channels
     return processor.image_mean, processor.image_std
 
 

@@ -23,7 +23,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from datasets import Dataset
 from matplotlib.figure import Figure
 from sklearn.metrics import ConfusionMatrixDisplay, accuracy_score, confusion_matrix, top_k_accuracy_score
 from timm.data.distributed_sampler import RepeatAugSampler
@@ -147,6 +148,17 @@ class ClassificationArguments(TrainingArguments):
             raise UsageError(f"base_learning_rate must be above 0, got {self.base_learning_rate}.")
 
 
+@dataclass
+class Arguments:
+    """All arguments of a run."""
+
+    model: ModelArguments
+    data: DataArguments
+    augmentation: AugmentationArguments
+    distillation: DistillationArguments
+    training: ClassificationArguments
+
+
 # Model
 
 
@@ -204,7 +216,8 @@ def classify(model: nn.Module, pixel_values: Tensor, interpolate: bool = False) 
 def needs_interpolation(model: PreTrainedModel, size: tuple[int, int]) -> bool:
     """Whether the model has another size of its own, and can interpolate its position embeddings."""
     accepts = "interpolate_pos_encoding" in inspect.signature(type(model).forward).parameters
-    return accepts and getattr(model.config, "image_size", size) not in (size, list(size), size[0])
+    has_size = getattr(model.config, "image_size", None) is not None
+    return accepts and has_size and native_size(model.config) != size
 
 
 @torch.no_grad()
@@ -265,7 +278,7 @@ def load_teacher(name: str, student: PreTrainedModel, processor: ViTImageProcess
     size = native_size(student_config)
     check_takes_images(model, size, f"the teacher {name}")
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (processor.image_mean, processor.image_std))
-    own = saved_statistics(name) or (processor.image_mean, processor.image_std)
+    own = saved_statistics(name, num_channels(config)) or (processor.image_mean, processor.image_std)
     own_mean, own_std = (torch.tensor(values).view(-1, 1, 1) for values in own)
     scale, shift = std / own_std, (mean - own_mean) / own_std
     model.requires_grad_(False).eval().to(device)
@@ -358,37 +371,28 @@ class Evaluator:
         return Predictions(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
 
 
-def make_evaluator(
-    accelerator: Accelerator,
-    model: PreTrainedModel,
-    images: LabelledImages,
-    processors: dict[str, ViTImageProcessor],
-    args: ClassificationArguments,
-    num_workers: int,
-) -> Evaluator:
-    """For the resolutions of `processors`."""
+def make_processor(arguments: Arguments, config: PreTrainedConfig, size: tuple[int, int]) -> ViTImageProcessor:
+    """What evaluation does to images, at one resolution."""
+    mean, std = channel_statistics(arguments.augmentation, num_channels(config), arguments.model.model_name_or_path)
+    return make_image_processor(size, mean, std, arguments.augmentation.crop_pct)
+
+
+def make_evaluator(arguments: Arguments, accelerator: Accelerator, model: PreTrainedModel, rows: Dataset) -> Evaluator:
+    """For the resolutions that are asked for, else the model's own."""
+    texts = arguments.training.eval_resolutions
+    sizes = [parse_size(text) for text in texts] if texts else [native_size(model.config)]
     loaders = {}
-    for resolution, processor in processors.items():
-        check_takes_images(model, parse_size(resolution), "the model")
+    for size in sizes:
+        check_takes_images(model, size, "the model")
+        transform = EvaluationTransform(make_processor(arguments, model.config, size))
         loader = DataLoader(
-            replace(images, transform=EvaluationTransform(processor)),
-            batch_size=args.per_device_eval_batch_size,
-            num_workers=num_workers,
+            labelled_images(rows, arguments.data, model.config, transform),
+            batch_size=arguments.training.per_device_eval_batch_size,
+            num_workers=arguments.data.dataloader_num_workers,
             pin_memory=accelerator.device.type == "cuda",
         )
-        loaders[resolution] = accelerator.prepare(loader)
+        loaders[format_size(size)] = accelerator.prepare(loader)
     return Evaluator(accelerator, loaders)
-
-
-def make_processors(
-    resolutions: list[str] | None, config: PreTrainedConfig, args: AugmentationArguments, pretrained: str | None
-) -> tuple[ViTImageProcessor, dict[str, ViTImageProcessor]]:
-    """The processor of the model's own size, and those of all resolutions to evaluate at (by default the same)."""
-    mean, std = channel_statistics(args, num_channels(config), pretrained)
-    own = native_size(config)
-    sizes = [parse_size(text) for text in resolutions] if resolutions else [own]
-    processors = {format_size(size): make_image_processor(size, mean, std, args.crop_pct) for size in sizes}
-    return make_image_processor(own, mean, std, args.crop_pct), processors
 
 
 def describe(metrics: dict[str, float], prefix: str = "eval_") -> str:
@@ -469,9 +473,12 @@ class ClassificationRun(TrainingRun):
     def accumulate_gradients(self, micro_batches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
         number = torch.tensor(sum(len(batch["labels"]) for batch in micro_batches), device=self.accelerator.device)
         number = self.accelerator.reduce(number, reduction="sum")
-        sum_loss = functools.partial(self.loss, self.model)
-        loss = backward_micro_batches(self.accelerator, self.model, micro_batches, sum_loss, number)
+        loss = backward_micro_batches(self.accelerator, self.model, micro_batches, self.sum_loss, number)
         return loss, torch.stack([number, number])
+
+    def sum_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        with self.accelerator.autocast():  # the teacher too
+            return self.loss(self.model, batch)
 
     def update(self) -> tuple[Tensor, Tensor, Tensor]:
         sums = super().update()
@@ -507,21 +514,17 @@ class ClassificationRun(TrainingRun):
 
 
 def make_train_batches(
-    accelerator: Accelerator,
-    images: LabelledImages,
-    collator: MixingCollator,
-    args: ClassificationArguments,
-    num_repeats: int,
-    num_workers: int,
+    arguments: Arguments, accelerator: Accelerator, images: LabelledImages, num_classes: int
 ) -> Iterator[dict[str, Tensor]]:
     """This process's micro-batches, full ones only, without end; each pass over the data has its own order."""
+    args, augmentation, num_workers = arguments.training, arguments.augmentation, arguments.data.dataloader_num_workers
     sampler = None
-    if num_repeats > 1:
+    if augmentation.repeated_augmentation > 1:
         sampler = RepeatAugSampler(
             images,
             num_replicas=accelerator.num_processes,
             rank=accelerator.process_index,
-            num_repeats=num_repeats,
+            num_repeats=augmentation.repeated_augmentation,
             selected_round=0,  # else a pass leaves out up to 255 images
         )
     loader = DataLoader(
@@ -529,7 +532,7 @@ def make_train_batches(
         batch_size=args.per_device_train_batch_size,
         shuffle=None if sampler else True,
         sampler=sampler,
-        collate_fn=collator,
+        collate_fn=MixingCollator(augmentation.mixup, augmentation.cutmix, num_classes),
         drop_last=True,
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
@@ -558,50 +561,45 @@ def make_schedule(
     return cosine_schedule(optimizer, max_steps, num_warmup_steps, args.warmup_learning_rate, args.final_learning_rate)
 
 
-def prepare(
-    model_args: ModelArguments,
-    data_args: DataArguments,
-    augmentation: AugmentationArguments,
-    distillation: DistillationArguments,
-    args: ClassificationArguments,
-    accelerator: Accelerator,
-) -> ClassificationRun:
+def load_training_data(arguments: Arguments, accelerator: Accelerator) -> tuple[PreTrainedModel, Dataset, Dataset]:
+    """The model with the classes of the training rows, these, and the rows to evaluate on."""
+    seed = arguments.training.seed
+    with accelerator.main_process_first():
+        train_rows, evaluation_rows = load_splits(arguments.data, seed, evaluate_only=False)
+    set_seed(seed)  # the same weights everywhere: averages start from them
+    model = load_model(arguments.model, class_names(train_rows, arguments.data))
+    set_seed(seed, device_specific=True)  # dropout and augmentation differ over devices
+    return model, train_rows, evaluation_rows
+
+
+def prepare(arguments: Arguments, accelerator: Accelerator) -> ClassificationRun:
+    args, distillation = arguments.training, arguments.distillation
     num_micro_batches = accumulation_steps(
         args.global_train_batch_size, args.per_device_train_batch_size, accelerator.num_processes
     )
     global_batch_size = num_micro_batches * args.per_device_train_batch_size * accelerator.num_processes
-    with accelerator.main_process_first():
-        train_rows, evaluation_rows = load_splits(data_args, args.seed, evaluate_only=False)
-    set_seed(args.seed)  # the same weights everywhere: averages start from them
-    model = load_model(model_args, class_names(train_rows, data_args))
-    set_seed(args.seed, device_specific=True)  # dropout and augmentation differ over devices
-    processor, processors = make_processors(
-        args.eval_resolutions, model.config, augmentation, model_args.model_name_or_path
-    )
-    transform = train_transform(augmentation, native_size(model.config), processor.image_mean, processor.image_std)
-    train = labelled_images(train_rows, data_args, model.config, transform)
-    evaluation = labelled_images(evaluation_rows, data_args, model.config, EvaluationTransform(processor))
-    check_takes_images(model, native_size(model.config), "the model")
-    evaluator = make_evaluator(accelerator, model, evaluation, processors, args, data_args.dataloader_num_workers)
+    model, train_rows, evaluation_rows = load_training_data(arguments, accelerator)
+    size, num_classes = native_size(model.config), model.config.num_labels
+    processor = make_processor(arguments, model.config, size)
+    transform = train_transform(arguments.augmentation, size, processor.image_mean, processor.image_std)
+    train = labelled_images(train_rows, arguments.data, model.config, transform)
+    check_takes_images(model, size, "the model")
+    evaluator = make_evaluator(arguments, accelerator, model, evaluation_rows)
     teacher = None
     if distillation.teacher_name_or_path:
         teacher = load_teacher(distillation.teacher_name_or_path, model, processor, accelerator.device)
 
     steps_per_epoch = max(1, len(train) // global_batch_size)
     max_steps = args.max_steps if args.max_steps > 0 else max(1, round(args.num_train_epochs * steps_per_epoch))
-    args = replace(args, eval_steps=args.eval_steps or steps_per_epoch)
     ema = make_ema(model, args.ema_decay, accelerator.device)
     optimizer = adamw(model, args, args.base_learning_rate * global_batch_size / 512)
     scheduler = make_schedule(optimizer, args, max_steps, steps_per_epoch)
-    collator = MixingCollator(augmentation.mixup, augmentation.cutmix, model.config.num_labels)
     model, optimizer = prepare_training(accelerator, model, optimizer, scheduler)
-    batches = make_train_batches(
-        accelerator, train, collator, args, augmentation.repeated_augmentation, data_args.dataloader_num_workers
-    )
+    batches = make_train_batches(arguments, accelerator, train, num_classes)
     # One batch now: too few or broken images are found before anything else takes time.
     batches = itertools.chain([next(batches)], batches)
     return ClassificationRun(
-        args=args,
+        args=replace(args, eval_steps=args.eval_steps or steps_per_epoch),
         accelerator=accelerator,
         model=model,
         optimizer=optimizer,
@@ -616,50 +614,45 @@ def prepare(
     )
 
 
-def train_and_save(classification: ClassificationRun, arguments: dict[str, Any], started: float) -> None:
+def train_and_save(arguments: Arguments, accelerator: Accelerator, started: float) -> None:
     """The whole run; `started` is when the script was."""
-    init_trackers(classification.accelerator, "train_image_classification", arguments)
+    classification, record = prepare(arguments, accelerator), flat(arguments)
+    init_trackers(accelerator, "train_image_classification", record)
     classification.train()
     evaluator = classification.evaluator
     evaluations = {resolution: classification.evaluate_at(resolution) for resolution in evaluator.loaders}
-    if not classification.accelerator.is_main_process:
+    if not accelerator.is_main_process:
         return
     _, predictions = evaluations[evaluator.first]
     resolutions = {resolution: metrics for resolution, (metrics, _) in evaluations.items()}
     save_pictures(classification.output_dir, predictions, evaluator.images, classification.final_model.config)
-    results = classification.save_results(arguments, time.perf_counter() - started, resolutions=resolutions)
+    results = classification.save_results(record, time.perf_counter() - started, resolutions=resolutions)
     print(f"before: {describe(results['before'])}")
     print_resolutions(resolutions)
     print(f"{results['images_per_second']:,.0f} images per second; everything is in {classification.output_dir}")
 
 
-def evaluate_and_save(
-    model_args: ModelArguments,
-    data_args: DataArguments,
-    augmentation: AugmentationArguments,
-    args: ClassificationArguments,
-    accelerator: Accelerator,
-    arguments: dict[str, Any],
-) -> None:
+def evaluate_and_save(arguments: Arguments, accelerator: Accelerator) -> None:
     """Evaluation of a trained model, without training data."""
-    if model_args.model_name_or_path is None:
+    if arguments.model.model_name_or_path is None:
         raise UsageError("evaluate_only needs a model_name_or_path.")
     with accelerator.main_process_first():
-        _, rows = load_splits(data_args, args.seed, evaluate_only=True)
-    model = build_model(model_args, AutoModelForImageClassification, {})
-    processor, processors = make_processors(
-        args.eval_resolutions, model.config, augmentation, model_args.model_name_or_path
-    )
-    images = labelled_images(rows, data_args, model.config, EvaluationTransform(processor))
-    evaluator = make_evaluator(accelerator, model, images, processors, args, data_args.dataloader_num_workers)
+        _, rows = load_splits(arguments.data, arguments.training.seed, evaluate_only=True)
+    model = build_model(arguments.model, AutoModelForImageClassification, {})
+    evaluator = make_evaluator(arguments, accelerator, model, rows)
     model.to(accelerator.device)
     predictions = {resolution: evaluator.predict(model, resolution) for resolution in evaluator.loaders}
     if accelerator.is_main_process:
         resolutions = {resolution: each.metrics() for resolution, each in predictions.items()}
-        output_dir = Path(args.output_dir)
+        output_dir = Path(arguments.training.output_dir)
         save_pictures(output_dir, predictions[evaluator.first], evaluator.images, model.config)
-        write_json(output_dir / "results.json", {"resolutions": resolutions, **provenance(model, arguments)})
+        write_json(output_dir / "results.json", {"resolutions": resolutions, **provenance(model, flat(arguments))})
         print_resolutions(resolutions)
+
+
+def flat(arguments: Arguments) -> dict[str, Any]:
+    """Every argument by its name."""
+    return {name: value for group in asdict(arguments).values() for name, value in group.items()}
 
 
 def print_resolutions(resolutions: dict[str, dict[str, float]]) -> None:
@@ -669,15 +662,13 @@ def print_resolutions(resolutions: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     started = time.perf_counter()
-    kinds = [ModelArguments, DataArguments, AugmentationArguments, DistillationArguments, ClassificationArguments]
-    model_args, data_args, augmentation, distillation, args = parsed = parse_arguments(kinds, None, __doc__)
-    accelerator = start(args)
-    arguments = {name: value for each in parsed for name, value in asdict(each).items()}
-    if args.evaluate_only:
-        evaluate_and_save(model_args, data_args, augmentation, args, accelerator, arguments)
+    kinds = [kind.type for kind in fields(Arguments)]
+    arguments = Arguments(*parse_arguments(kinds, None, __doc__))
+    accelerator = start(arguments.training)
+    if arguments.training.evaluate_only:
+        evaluate_and_save(arguments, accelerator)
     else:
-        classification = prepare(model_args, data_args, augmentation, distillation, args, accelerator)
-        train_and_save(classification, arguments, started)
+        train_and_save(arguments, accelerator, started)
     accelerator.end_training()
 
 
