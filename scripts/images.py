@@ -63,7 +63,7 @@ class DataArguments:
     def __post_init__(self):
         check_range(self, ["validation_split_percentage"], low=0, below=100)
         check_range(self, ["max_train_samples", "max_eval_samples"], low=1)
-        if sum(given is not None for given in (self.dataset_name, self.folders, self.files)) != 1:
+        if sum(map(bool, (self.dataset_name, self.folders, self.files))) != 1:
             raise UsageError("give one of dataset_name, train_dir (validation_dir), train_file (validation_file).")
 
     @property

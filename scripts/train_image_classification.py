@@ -6,6 +6,7 @@
     python scripts/train_image_classification.py --train_dir flowers/train --validation_dir flowers/val \\
         --config image_size=64,patch_size=8,hidden_size=128,modality=image --output_dir outputs/flowers
     python scripts/train_image_classification.py --model_type vit ...        # any image classifier of Transformers
+    ... --recipe train_image_tiny_lion_d --dataset_name "" --train_dir ...   # its setting, other images
     ... --teacher_name_or_path timm/regnety_160.deit_in1k --distillation_type hard
     python scripts/train_image_classification.py --evaluate_only --model_name_or_path outputs/lion-s \\
         --dataset_name ILSVRC/imagenet-1k --eval_resolutions 224 384 --output_dir outputs/lion-s-evaluation

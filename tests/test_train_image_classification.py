@@ -223,6 +223,11 @@ def test_a_source_is_required():
         parse("--output_dir", "out")
 
 
+def test_the_data_set_of_a_recipe_can_be_replaced():
+    data_args = parse("--recipe=train_image_tiny_lion_s", "--dataset_name=", "--train_dir=x", "--output_dir=out").data
+    assert data_args.source == "x"
+
+
 def test_resolutions_are_sides_or_rectangles():
     assert parse_size("224") == (224, 224) and parse_size("96x192") == (96, 192)
     for text in ["x", "0", "2x", "1x2x3", "-4", "2.5"]:
