@@ -169,9 +169,9 @@ def _check_shapes(q, k, v, log_decay, key_mask, segment_ids, scan):
     axis, orders = "", ()
     if scan is not None:
         order, inverse = scan
-        if order.ndim != 2 or order.shape[1] != length or inverse.shape != order.shape:
+        if order.ndim != 2 or len(order) == 0 or order.shape[1] != length or inverse.shape != order.shape:
             raise ValueError(
-                f"`scan` must be two tensors (orders, length) = (orders, {length}), "
+                f"`scan` must be two tensors (orders ≥ 1, length) = (orders, {length}), "
                 f"got shapes {tuple(order.shape)} and {tuple(inverse.shape)}"
             )
         if segment_ids is not None:
@@ -259,9 +259,9 @@ def _directional_gates(log_decay, segment_ids, scan, direction, q):
         rightward = gates.masked_fill(nn.functional.pad(ends, (0, 1))[:, None], closed)  # last of a segment
         leftward = gates.masked_fill(nn.functional.pad(ends, (1, 0))[:, None], closed)  # first of a segment
     if direction == "backward":
-        rightward = torch.full_like(gates, closed)
+        rightward = torch.full_like(leftward, closed)
     elif direction == "forward":
-        leftward = torch.full_like(gates, closed)
+        leftward = torch.full_like(rightward, closed)
     return rightward, leftward
 
 

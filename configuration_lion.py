@@ -225,6 +225,8 @@ class LionConfig(PreTrainedConfig):
                 '`normalize=True` needs a positive feature map: `feature_map` must be "elu" or "silu", '
                 'got "identity", under which the sum of a row can vanish'
             )
+        if self.classifier_pooling not in ("cls", "mean"):  # under its other name the field is not checked when set
+            raise ValueError(f'`classifier_pooling` must be "cls" or "mean", got "{self.classifier_pooling}"')
         if not 0 <= self.drop_path_rate < 1:
             raise ValueError(f"`drop_path_rate` must be at least 0 and below 1, got {self.drop_path_rate}")
         if self.modality == "image":

@@ -151,7 +151,7 @@ class LionImageEmbeddings(nn.Module):
             )
         num_patches = self.native_grid[0] * self.native_grid[1]
         cls_position, positions = self.position_embeddings.tensor_split([-num_patches], dim=1)
-        positions = positions.unflatten(1, self.native_grid).permute(0, 3, 1, 2).float()
+        positions = _at_least_float32(positions).unflatten(1, self.native_grid).permute(0, 3, 1, 2)
         positions = nn.functional.interpolate(positions, size=grid, mode="bicubic", align_corners=False)
         positions = positions.flatten(2).transpose(1, 2).to(cls_position.dtype)
         return torch.cat([cls_position, positions], 1)
@@ -481,7 +481,7 @@ class LionModel(LionPreTrainedModel):
         scan = None
         if self.config.modality == "image":
             if pixel_values is None:
-                raise ValueError("You must specify pixel_values")
+                raise ValueError("You must specify pixel_values (by name: the first argument is input_ids, for text)")
             hidden_states = self.embeddings(pixel_values, bool_masked_pos, interpolate_pos_encoding)
             grid = self.embeddings.grid_of(pixel_values)
             scan = get_scan(self.config.scan_order, *grid, self.config.use_cls_token, hidden_states.device)
@@ -948,10 +948,9 @@ class LionForMaskedImageModeling(LionPreTrainedModel):
 
         loss = None
         if bool_masked_pos is not None:
-            masked = bool_masked_pos[..., None, None].to(patches.dtype).expand_as(patches)
-            masked = self._assemble(masked, pixel_values)
-            error = (reconstruction - pixel_values.to(reconstruction.dtype)).abs()
-            loss = (error * masked).sum() / masked.sum().clamp(min=1)
+            masked = self._assemble(bool_masked_pos[..., None, None].bool().expand_as(patches), pixel_values)
+            error = (_at_least_float32(reconstruction) - pixel_values).abs().masked_fill(~masked, 0.0)
+            loss = error.sum() / masked.sum().clamp(min=1)
 
         return MaskedImageModelingOutput(
             loss=loss,
