@@ -1,11 +1,11 @@
-# One command each: `make demo`, `make test`, `make lint`. The first use of any makes .venv.
+# One command each: `make demo`, `make demo-image`, `make test`, `make lint`. The first use of any makes .venv.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Two test workers with one thread each: tiny models gain nothing from more threads.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: install demo test test-slow lint format bench clean
+.PHONY: install demo demo-image test test-slow lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -16,6 +16,9 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/python scripts/demo.py
+
+demo-image: install
+	$(BIN)/python scripts/demo_image.py
 
 test: install
 	$(TEST) -m "not slow"

@@ -11,6 +11,7 @@ import difflib
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -35,6 +36,17 @@ def run(main: Callable[[], None]) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"{Path(sys.argv[0]).name}: error: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
+
+
+def call(*command: object) -> None:
+    """Run a script of this project in a process of its own, its output shown as it comes.
+
+    Raises:
+        UsageError: if it fails; what was wrong it has said itself.
+    """
+    process = subprocess.run([sys.executable, *map(str, command)], check=False)
+    if process.returncode != 0:
+        raise UsageError(f"{command[0]} ended with exit code {process.returncode}.")
 
 
 def one_line(error: Exception) -> str:

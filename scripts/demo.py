@@ -9,7 +9,6 @@ A step whose result is there is not repeated: the demo can be stopped and run ag
 import argparse
 import json
 import resource
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +28,7 @@ from transformers import (
 )
 
 import lion_transformers  # noqa: F401  registers LION with the Auto classes
-from lion_transformers.scripts.arguments import UsageError, run
+from lion_transformers.scripts.arguments import UsageError, call, run
 from lion_transformers.scripts.checkpointing import atomic_write, write_json
 
 
@@ -99,13 +98,6 @@ def pretrain(output, recipe):
         *("--tokenizer_name", output.with_name("tokenizer")),
         *("--output_dir", output, "--overwrite_output_dir"),
     )
-
-
-def call(*command):
-    """Run a script of this project, its output shown as it comes."""
-    process = subprocess.run([sys.executable, *map(str, command)], check=False)
-    if process.returncode != 0:
-        raise UsageError(f"{command[0]} ended with exit code {process.returncode}.")
 
 
 def finetune(output):

@@ -6,7 +6,7 @@ import pytest
 
 from lion_transformers import LionConfig, LionForMaskedLM
 from lion_transformers.scripts import demo
-from lion_transformers.scripts.arguments import UsageError
+from lion_transformers.scripts.arguments import UsageError, call
 from lion_transformers.tokenization import train_wordpiece_tokenizer
 
 
@@ -79,7 +79,7 @@ def test_forms_that_disagree_fail_the_demo(finished_steps, monkeypatch):
 
 def test_a_script_that_fails_ends_the_demo():
     with pytest.raises(UsageError, match="exit code 3"):
-        demo.call("-c", "raise SystemExit(3)")
+        call("-c", "raise SystemExit(3)")
 
 
 def test_reviews_are_clean_and_held_out_ones_are_not_trained_on(tmp_path):

@@ -54,6 +54,7 @@ from lion_transformers import (
     LionModel,
 )
 from lion_transformers.attention_lion import PARALLEL_MAX_LENGTH, PARALLEL_MAX_LENGTH_WITHOUT_DECAY
+from lion_transformers.scripts.convert_original import convert_original_checkpoint
 
 
 RECIPES = {
@@ -134,56 +135,14 @@ def targets_for(cls, length=24):
 # Values: checkpoints of the public reference, BERT, a float64 loop
 # ---------------------------------------------------------------------------------------------------------------------
 
-RENAMED = [
-    (r"^model\.", ""),
-    (r"^bert\.", "lion."),
-    (r"encoder\.layer\.", "layers."),
-    (r"embeddings\.LayerNorm", "embeddings.norm"),
-    (r"attention\.self\.layer_norm", "attention.norm"),
-    (r"attention\.self\.ai", "attention.decay_bias"),
-    (r"attention\.self\.Wa_i", "attention.decay_bias_proj"),
-    (r"attention\.output\.dense", "attention.out_proj"),
-    (r"attention\.output\.LayerNorm", "attention_norm"),
-    (r"intermediate\.dense", "mlp.fc1"),
-    (r"output\.dense", "mlp.fc2"),
-    (r"output\.LayerNorm", "mlp_norm"),
-    (r"^cls\.predictions\.transform\.dense", "head.dense"),
-    (r"^cls\.predictions\.transform\.LayerNorm", "head.norm"),
-    (r"^cls\.predictions\.decoder", "decoder"),
-]
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
 GOLDEN_CASES = {entry["name"]: entry for entry in MANIFEST if entry["task"] != "image"}
 
 
 def load_golden(name):
-    """The reference's checkpoint in our model; every one of our parameters must be found in it."""
     entry = GOLDEN_CASES[name]
-    official = entry["official"]
-    decay_type = {"lion-lit": "none", "lion-d": "fixed", "lion-s": "selective"}[official["arch_type"]]
-    sizes = {key: value for key, value in official.items() if key in LionConfig.__dataclass_fields__}
-    sizes.pop("position_embedding_type")
-    config = LionConfig(decay_type=decay_type, classifier_pooling="cls", **sizes, num_labels=3)
-    model = (LionForSequenceClassification if entry["task"] == "sequence-classification" else LionForMaskedLM)(config)
-
-    state = {}
-    for key, value in torch.load(GOLDEN / entry["checkpoint"], weights_only=True)["state"]["model"].items():
-        for pattern, replacement in RENAMED:
-            key = re.sub(pattern, replacement, key)
-        state[key] = value
-    for layer in range(config.num_hidden_layers):
-        prefix = f"lion.layers.{layer}.attention"
-        for kind in ("weight", "bias"):
-            parts = [state.pop(f"{prefix}.self.{part}.{kind}") for part in ("query", "key", "value")]
-            state[f"{prefix}.qkv_proj.{kind}"] = torch.cat(parts)
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not missing
-    # The decoder's bias under its second name, and positions, which the reference's LION-D and LION-S do not read.
-    assert set(unexpected) <= {
-        "cls.predictions.bias",
-        "lion.embeddings.position_ids",
-        "lion.embeddings.position_embeddings.weight",
-    }
-    return model.eval()
+    state = torch.load(GOLDEN / entry["checkpoint"], weights_only=True)["state"]["model"]
+    return convert_original_checkpoint(state, entry["official"], entry["task"])
 
 
 @each_mode

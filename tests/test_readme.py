@@ -2,14 +2,18 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
+from transformers import ViTImageProcessor
 
-from lion_transformers import LionConfig, LionForMaskedLM
+from lion_transformers import LionConfig, LionForImageClassification, LionForMaskedLM
 from lion_transformers.tokenization import train_wordpiece_tokenizer
 
 
@@ -27,6 +31,16 @@ SHORTER = {
         "--dataset_config_name default"
     ),
     "lion-d-small": "--max_steps 2 --max_eval_samples 4 --eval_steps 2",
+    "accelerate launch scripts/train_image_classification.py": (
+        "--config image_size=28,patch_size=7,hidden_size=48,num_hidden_layers=1,intermediate_size=48 --max_steps 2 "
+        "--global_train_batch_size 8 --per_device_train_batch_size 4 --max_eval_samples 4 --eval_steps 2 "
+        "--dataset_name outputs/digits-on-the-hub --dataloader_num_workers 0 --mixed_precision no"
+    ),
+    '--dataset_name ""': (
+        "--config image_size=28,patch_size=7,hidden_size=48,num_hidden_layers=1,intermediate_size=48 --max_steps 2 "
+        "--global_train_batch_size 8 --per_device_train_batch_size 4 --max_eval_samples 4 --eval_steps 2 "
+        "--dataloader_num_workers 0 --mixed_precision no"
+    ),
 }
 
 
@@ -45,10 +59,39 @@ def folder(tmp_path_factory):
         vocab_size=200, hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=96
     )
     LionForMaskedLM(config).save_pretrained(demo / "pretrained")
+    make_image_demo(folder / "outputs" / "demo-image")
+    shutil.copytree(folder / "outputs" / "demo-image" / "data", folder / "outputs" / "digits-on-the-hub")
     (folder / "outputs" / "c4").mkdir()
     for split in ("train", "validation"):
         reviews.to_json(folder / "outputs" / "c4" / f"{split}.jsonl", orient="records", lines=True)
     return folder
+
+
+def make_image_demo(folder):
+    """A tiny image classifier and folders of digits where `make demo-image` puts them."""
+    generator = np.random.default_rng(0)
+    for split in ("train", "validation"):
+        for digit in range(10):
+            digits = folder / "data" / split / str(digit)
+            digits.mkdir(parents=True)
+            for number in range(2):
+                pixels = generator.integers(0, 256, (28, 28), dtype=np.uint8)
+                Image.fromarray(pixels).save(digits / f"{number:03}.png")
+    names = [str(digit) for digit in range(10)]
+    config = LionConfig(
+        modality="image",
+        scan_order="serpentine",
+        image_size=28,
+        patch_size=7,
+        hidden_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        id2label=dict(enumerate(names)),
+        label2id={name: label for label, name in enumerate(names)},
+    )
+    LionForImageClassification(config).save_pretrained(folder / "lion-s-natural")
+    ViTImageProcessor(size={"height": 28, "width": 28}).save_pretrained(folder / "lion-s-natural")
 
 
 def test_python_blocks_run_one_after_the_other(folder):
@@ -63,6 +106,8 @@ def test_python_blocks_run_one_after_the_other(folder):
     assert accuracies == [1.0]  # the two reviews are easy to tell apart
     difference = next(float(line) for line in lines if "e-" in line or line == "0.0")
     assert difference < 1e-4
+    assert any(re.fullmatch(r"\[\{'label': '\d', 'score': 0\.\d+\}\]", line) for line in lines)
+    assert "torch.Size([1, 10])" in lines
 
 
 def test_every_block_is_python_shell_or_a_drawing():
@@ -90,7 +135,7 @@ def run_script(command, folder):
     command = re.sub(r"^python ", f"{sys.executable} ", command)
     run(shlex.split(f"{command} {extra}"), folder)
     output_dir = folder / re.search(r"--output_dir (\S+)", command)[1]
-    written = "results.json" if "pretrain_mlm" in command else "tokenizer.json"
+    written = "tokenizer.json" if "build_tokenizer" in command else "results.json"
     assert (output_dir / written).exists()
 
 
