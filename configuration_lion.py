@@ -79,7 +79,8 @@ class LionConfig(PreTrainedConfig):
     classifier_pooling (`str`, *optional*):
         What the pooler takes: `"cls"` (the first token that is not masked) or `"mean"` (the mean over all tokens that
         are not masked, an image's CLS token included). Defaults to `"cls"` for LION-LIT and to `"mean"` under decays,
-        where the first token sees little of a long sequence, and without a CLS token. `pooling` is the same field.
+        where the first token sees little of a long sequence, with `direction="forward"`, where it sees itself only,
+        and without a CLS token. `pooling` is the same field.
     sparse_prediction (`bool`, *optional*, defaults to `False`):
         Whether `LionForMaskedLM` computes logits for the targets only, `(targets, vocab_size)`, when it is given
         labels. Saves most of the time and memory of the vocabulary in pretraining.
@@ -191,8 +192,8 @@ class LionConfig(PreTrainedConfig):
         if self.position_embedding_type is None:
             self.position_embedding_type = "none" if has_decay else "absolute"
         if self.classifier_pooling is None:
-            without_cls = is_image and not self.use_cls_token
-            self.classifier_pooling = "mean" if has_decay or without_cls else "cls"
+            blind = self.direction == "forward" or (is_image and not self.use_cls_token)
+            self.classifier_pooling = "mean" if has_decay or blind else "cls"
 
     @property
     def patch_grid(self) -> tuple[int, int]:
@@ -227,6 +228,11 @@ class LionConfig(PreTrainedConfig):
             )
         if self.classifier_pooling not in ("cls", "mean"):  # under its other name the field is not checked when set
             raise ValueError(f'`classifier_pooling` must be "cls" or "mean", got "{self.classifier_pooling}"')
+        if self.classifier_pooling == "cls" and self.direction == "forward":
+            raise ValueError(
+                '`classifier_pooling` must be "mean" with `direction="forward"`, in which the first token sees only '
+                'itself, got "cls"'
+            )
         if not 0 <= self.drop_path_rate < 1:
             raise ValueError(f"`drop_path_rate` must be at least 0 and below 1, got {self.drop_path_rate}")
         if self.modality == "image":

@@ -80,7 +80,7 @@ class LionImageEmbeddings(nn.Module):
 
     def __init__(self, config: LionConfig, use_mask_token: bool = False):
         super().__init__()
-        self.native_grid = config.patch_grid
+        self.image_size, self.native_grid = as_pair(config.image_size), config.patch_grid
         self.patch_size = as_pair(config.patch_size)
         self.projection = nn.Conv2d(config.num_channels, config.hidden_size, self.patch_size, stride=self.patch_size)
 
@@ -113,7 +113,7 @@ class LionImageEmbeddings(nn.Module):
         if self.cls_token is not None:
             tokens = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], 1)
         if self.position_embeddings is not None:
-            tokens = tokens + self._positions(self.grid_of(pixel_values), interpolate_pos_encoding)
+            tokens = tokens + self._positions(pixel_values, interpolate_pos_encoding)
         return self.dropout(tokens)  # (batch, length, hidden_size)
 
     def grid_of(self, pixel_values: torch.Tensor) -> tuple[int, int]:
@@ -137,14 +137,12 @@ class LionImageEmbeddings(nn.Module):
             )
         return torch.where(bool_masked_pos[..., None].bool(), self.mask_token, tokens)
 
-    def _positions(self, grid, interpolate_pos_encoding):
+    def _positions(self, pixel_values, interpolate_pos_encoding):
+        grid = self.grid_of(pixel_values)
         if grid == self.native_grid:
             return self.position_embeddings
         if not interpolate_pos_encoding:
-            (height, width), (native_height, native_width) = (
-                [side * patch for side, patch in zip(sides, self.patch_size, strict=True)]
-                for sides in (grid, self.native_grid)
-            )
+            (height, width), (native_height, native_width) = pixel_values.shape[-2:], self.image_size
             raise ValueError(
                 f"The image has {height}×{width} pixels, but position embeddings are those of "
                 f"{native_height}×{native_width}: pass `interpolate_pos_encoding=True` to interpolate them"
@@ -480,14 +478,18 @@ class LionModel(LionPreTrainedModel):
         """
         scan = None
         if self.config.modality == "image":
-            if pixel_values is None:
-                raise ValueError("You must specify pixel_values (by name: the first argument is input_ids, for text)")
+            if pixel_values is None or input_ids is not None or inputs_embeds is not None:
+                raise ValueError(
+                    "You must specify pixel_values (by name), no input_ids or inputs_embeds: the model reads images"
+                )
             hidden_states = self.embeddings(pixel_values, bool_masked_pos, interpolate_pos_encoding)
             grid = self.embeddings.grid_of(pixel_values)
             scan = get_scan(self.config.scan_order, *grid, self.config.use_cls_token, hidden_states.device)
         else:
-            if (input_ids is None) == (inputs_embeds is None):
-                raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+            if pixel_values is not None or (input_ids is None) == (inputs_embeds is None):
+                raise ValueError(
+                    "You must specify exactly one of input_ids or inputs_embeds, no pixel_values: the model reads text"
+                )
             hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds)
 
         output_attentions = kwargs.get("output_attentions", self.config.output_attentions)

@@ -40,7 +40,9 @@ def serpentine_columns(height: int, width: int) -> torch.Tensor:
 
 
 def hilbert(height: int, width: int) -> torch.Tensor:
-    """The Hilbert curve, generalised to rectangles (J. Červený): what is near on the curve is near in the image.
+    """The Hilbert curve, generalised to rectangles: what is near on the curve is near in the image.
+
+    After J. Červený's description of such a curve, a rectangle is split into two or three that are walked in turn.
 
     Every step goes to a neighbour, but for at most one diagonal step where the longer side is odd and the other even.
     """
@@ -76,7 +78,10 @@ def get_scan(name: str, height: int, width: int, has_cls_token: bool, device: to
 
 @torch.compiler.assume_constant_result
 def _scan_as_constant(*key):
-    return _make_scan(*key)
+    scan = _make_scan(*key)
+    if type(scan.order) is not torch.Tensor:
+        _make_scan.cache_clear()  # torch.export makes tensors without data, of use while it traces only
+    return scan
 
 
 @lru_cache(maxsize=64)

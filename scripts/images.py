@@ -1,7 +1,7 @@
 """Labelled images for training and evaluation: from the Hub, from folders, from Parquet and CSV.
 
-Everything that is drawn at random comes from torchvision's transforms; evaluation is the image processor that is saved
-with the model, so that a pipeline sees what the evaluation saw.
+Augmentation is torchvision's; evaluation is the image processor that is saved with the model, so that a pipeline sees
+what the evaluation saw.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +28,7 @@ from lion_transformers.tokenization.corpus import files_arguments
 PIL_MODES = {1: "L", 3: "RGB"}  # by number of channels
 IMAGE_COLUMNS = ["image", "img"]
 LABEL_COLUMNS = ["label", "fine_label", "labels"]
+DEFAULT_CROP_PCT = 0.875
 
 
 @dataclass
@@ -114,8 +115,10 @@ class AugmentationArguments:
         default=3,
         help="Times that an image is in the data, each augmented on its own; a pass stays as long as with 1.",
     )
-    crop_pct: float = HfArg(
-        default=0.875, help="Share of a resized image's side that evaluation crops from its centre."
+    crop_pct: float | None = HfArg(
+        default=None,
+        help="Share of a resized image's side that evaluation crops from its centre. Default: that of the processor of"
+        f" model_name_or_path, else {DEFAULT_CROP_PCT}.",
     )
 
     def __post_init__(self):
@@ -124,8 +127,9 @@ class AugmentationArguments:
         check_range(self, ["color_jitter", "mixup", "cutmix"], low=0)
         check_range(self, ["repeated_augmentation"], low=1)
         for name in ["min_crop_scale", "crop_pct"]:
-            if not 0 < getattr(self, name) <= 1:
-                raise UsageError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}.")
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise UsageError(f"{name} must be above 0 and at most 1, got {value}.")
 
 
 # Data: splits with a column of images and one of labels → images and ids of classes
@@ -152,7 +156,8 @@ def load_splits(args: DataArguments, seed: int, evaluate_only: bool) -> tuple[Da
     if validation is None:
         if len(train) < 2:
             raise UsageError(f"{args.source} is too small: a single image cannot be split for validation.")
-        parts = train.train_test_split(test_size=args.validation_split_percentage / 100, seed=seed)
+        with loading(args.source):
+            parts = train.train_test_split(test_size=args.validation_split_percentage / 100, seed=seed)
         train, validation = parts["train"], parts["test"]
     return _sample(train, args.max_train_samples, seed), _sample(validation, args.max_eval_samples, seed)
 
@@ -315,14 +320,16 @@ def labelled_images(
         UsageError: a class that the configuration has not.
     """
     names = labels_by_name(rows, find_label_column(rows, args.label_column, args.source))
-    if unknown := sorted(set(names) - set(config.label2id)):
+    # Not label2id, which timm's models lack where two classes share a name.
+    ids = {name: label for label, name in config.id2label.items()}
+    if unknown := sorted(set(names) - set(ids)):
         raise UsageError(
-            f"the label {unknown[0]} in {args.source} is not among the {len(config.label2id)} that the model has"
+            f"the label {unknown[0]} in {args.source} is not among the {len(ids)} that the model has"
             " or the training data have."
         )
     column = find_image_column(rows, args.image_column, args.source)
     images = rows.select_columns([column]).cast_column(column, Image(mode=PIL_MODES[num_channels(config)]))
-    return LabelledImages(images, [config.label2id[name] for name in names], transform)
+    return LabelledImages(images, [ids[name] for name in names], transform)
 
 
 # Transforms: image → (channels, height, width)
@@ -350,15 +357,35 @@ def channel_statistics(
 
 def saved_statistics(name: str, channels: int) -> tuple[list[float], list[float]] | None:
     """Mean and standard deviation that a pretrained model's image processor normalises with, if it has one."""
-    try:
-        processor = AutoImageProcessor.from_pretrained(name)
-    except (OSError, ValueError):
+    processor = _saved_processor(name)
+    if processor is None:
         return None
     if hasattr(processor, "data_config"):  # timm's
         return processor.data_config["mean"], processor.data_config["std"]
     if not processor.do_normalize:
         return [0.0] * channels, [1.0] * channels
     return processor.image_mean, processor.image_std
+
+
+def crop_percentage(args: AugmentationArguments, pretrained: str | None) -> float:
+    """The share that is asked for, that of the pretrained model's image processor, or the default."""
+    if args.crop_pct is not None:
+        return args.crop_pct
+    processor = _saved_processor(pretrained) if pretrained else None
+    if processor is None:
+        return DEFAULT_CROP_PCT
+    if hasattr(processor, "data_config"):  # timm's
+        return processor.data_config["crop_pct"]
+    if not getattr(processor, "do_center_crop", False):
+        return 1.0
+    return processor.crop_size["height"] / (processor.size.get("shortest_edge") or processor.size["height"])
+
+
+def _saved_processor(name: str) -> Any | None:
+    try:
+        return AutoImageProcessor.from_pretrained(name)
+    except (OSError, ValueError):
+        return None
 
 
 def train_transform(
@@ -376,7 +403,7 @@ def train_transform(
                 fill=[round(255 * value) for value in mean],
             )
         )
-    if args.color_jitter:
+    if args.color_jitter:  # also beside RandAugment, where timm, which trained DeiT, leaves it out
         transforms.append(v2.ColorJitter(args.color_jitter, args.color_jitter, args.color_jitter))
     transforms += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
     transforms += [v2.RandomErasing(args.random_erasing, value="random"), v2.ToPureTensor()]

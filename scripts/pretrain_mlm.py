@@ -153,7 +153,8 @@ def load_documents(args: DataArguments, seed: int) -> tuple[Dataset | IterableDa
         raise UsageError(f"{source} has no validation split, and a stream cannot be split: give a validation_file.")
     if len(splits["train"]) < 2:
         raise UsageError(f"{source} is too small: a single document cannot be split for validation.")
-    splits = splits["train"].train_test_split(test_size=args.validation_split_percentage / 100, seed=seed)
+    with loading(source):
+        splits = splits["train"].train_test_split(test_size=args.validation_split_percentage / 100, seed=seed)
     return splits["train"], splits["test"]
 
 

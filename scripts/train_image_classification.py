@@ -15,7 +15,8 @@ The command line overrides the recipe, the recipe overrides the defaults. Images
 model's configuration. One update sees `global_train_batch_size` images, however many processes and micro-batches they
 are spread over, and its loss is the mean over them. output_dir receives the weights (averaged ones, with ema_decay),
 the image processor, the config, results.json, loss_curve.png, confusion_matrix.png and predictions.png; the best and
-the last checkpoint are beside them. Not here: resuming a run, DeepSpeed.
+the last checkpoint are beside them. Not here: resuming a run, DeepSpeed,
+FSDP.
 """
 
 import functools
@@ -60,6 +61,7 @@ from lion_transformers.scripts.images import (
     MixingCollator,
     channel_statistics,
     class_names,
+    crop_percentage,
     labelled_images,
     load_splits,
     make_image_processor,
@@ -173,7 +175,7 @@ def load_pretrained_config(args: ModelArguments) -> PreTrainedConfig:
 def load_model(args: ModelArguments, names: list[str]) -> PreTrainedModel:
     """A new classifier, or one to continue from, with a class for every name.
 
-    Weights that know the same classes keep the order of theirs; a head for other classes is a new one.
+    Weights that know the same classes keep the order of theirs; a head for another number of classes is a new one.
     """
     if len(names) < 2:
         raise UsageError(f"a classifier needs two classes, the training data have only {names[0]}.")
@@ -270,7 +272,8 @@ def load_teacher(name: str, student: PreTrainedModel, processor: ViTImageProcess
     config, student_config = model.config, student.config
     if config.num_labels != student_config.num_labels:
         raise UsageError(f"the teacher has {config.num_labels} labels, the student {student_config.num_labels}.")
-    if config.id2label != student_config.id2label and set(config.label2id) == set(student_config.label2id):
+    same_names = set(config.id2label.values()) == set(student_config.id2label.values())
+    if same_names and config.id2label != student_config.id2label:
         raise UsageError("the teacher has the student's labels in another order.")
     if num_channels(config) != num_channels(student_config):
         raise UsageError(
@@ -287,9 +290,10 @@ def load_teacher(name: str, student: PreTrainedModel, processor: ViTImageProcess
 
 
 def distillation_loss(logits: Tensor, teacher_logits: Tensor, kind: str, tau: float) -> Tensor:
-    """Summed over the batch, as DeiT has it.
+    """Summed over the batch; the two objectives of the DeiT paper (arXiv 2012.12877, section 4), on the class logits.
 
-    hard: −log p_student(argmax p_teacher). soft: τ² · KL(softmax(teacher / τ) ‖ softmax(student / τ)).
+    hard: −log p_student(argmax p_teacher). soft: τ² · KL(softmax(teacher / τ) ‖ softmax(student / τ)). There is no
+    distillation token, and soft distillation is a mean over images, not over images and classes as in DeiT's code.
     """
     if kind == "hard":
         return F.cross_entropy(logits, teacher_logits.argmax(-1), reduction="sum")
@@ -375,7 +379,8 @@ class Evaluator:
 def make_processor(arguments: Arguments, config: PreTrainedConfig, size: tuple[int, int]) -> ViTImageProcessor:
     """What evaluation does to images, at one resolution."""
     mean, std = channel_statistics(arguments.augmentation, num_channels(config), arguments.model.model_name_or_path)
-    return make_image_processor(size, mean, std, arguments.augmentation.crop_pct)
+    crop = crop_percentage(arguments.augmentation, arguments.model.model_name_or_path)
+    return make_image_processor(size, mean, std, crop)
 
 
 def make_evaluator(arguments: Arguments, accelerator: Accelerator, model: PreTrainedModel, rows: Dataset) -> Evaluator:
@@ -472,8 +477,9 @@ class ClassificationRun(TrainingRun):
         return super().final_model if self.ema is None else self.ema.module
 
     def accumulate_gradients(self, micro_batches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        number = torch.tensor(sum(len(batch["labels"]) for batch in micro_batches), device=self.accelerator.device)
-        number = self.accelerator.reduce(number, reduction="sum")
+        # Batches are full everywhere: the other processes need not be asked.
+        images = sum(len(batch["labels"]) for batch in micro_batches) * self.accelerator.num_processes
+        number = torch.tensor(images, device=self.accelerator.device)
         loss = backward_micro_batches(self.accelerator, self.model, micro_batches, self.sum_loss, number)
         return loss, torch.stack([number, number])
 
@@ -547,10 +553,19 @@ def make_train_batches(
 
 
 def make_ema(model: PreTrainedModel, decay: float, device: torch.device) -> AveragedModel | None:
-    """An average that starts at the model's weights; None for a decay of 0."""
+    """An average that starts at the model's weights; None for a decay of 0.
+
+    After n updates its decay is at most (1 + n) / (10 + n): a short run must not end as an average of its first steps.
+    """
     if not decay:
         return None
-    ema = AveragedModel(model, device=device, multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+    def average(averaged, current, num_averaged):
+        reached = min(decay, (1 + num_averaged.item()) / (10 + num_averaged.item()))
+        get_ema_multi_avg_fn(reached)(averaged, current, num_averaged)
+
+    ema = AveragedModel(model, device=device, multi_avg_fn=average)
+    ema.n_averaged = ema.n_averaged.cpu()  # it is asked for at every update; a device would have to be waited for
     ema.update_parameters(model)  # the first call copies, whatever the decay
     return ema
 

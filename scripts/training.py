@@ -265,7 +265,7 @@ def endless_batches(
         set_epoch(epoch)
         batch = None
         for batch in loader:
-            yield send_to_device(batch, accelerator.device)
+            yield send_to_device(batch, accelerator.device, non_blocking=True)
         if batch is None:
             raise UsageError(
                 f"the training data are too small for one batch of {size} on each of"

@@ -108,6 +108,17 @@ def test_unknown_choice_is_refused_with_field_value_and_choices(field, value, ac
         assert part in str(refusal.value)
 
 
+@pytest.mark.parametrize("modality", ["text", "image"])
+@pytest.mark.parametrize("decay_type", ["none", "fixed", "selective"])
+def test_the_first_token_is_not_pooled_where_it_sees_only_itself(decay_type, modality):
+    config = LionConfig(modality=modality, decay_type=decay_type, direction="forward")
+    assert config.classifier_pooling == "mean"
+    with pytest.raises(StrictDataclassError, match=r'must be "mean" with `direction="forward"`.* got "cls"'):
+        LionConfig(modality=modality, decay_type=decay_type, direction="forward", classifier_pooling="cls")
+    for direction in ("backward", "alternate"):
+        assert LionConfig(modality=modality, direction=direction, pooling="cls").classifier_pooling == "cls"
+
+
 @pytest.mark.parametrize("decay_type", ["none", "fixed", "selective"])
 def test_normalize_refuses_the_identity_map(decay_type):
     with pytest.raises(StrictDataclassError) as refusal:

@@ -1008,6 +1008,25 @@ def test_f9_a_folder_with_the_model_files_stands_alone(tmp_path):
     assert result.stdout.splitlines()[-1] == "True"
 
 
+def test_sizes_in_the_error_are_those_of_the_images_not_of_whole_patches():
+    model = build(LionModel, "none", image_size=(11, 9))
+    with pytest.raises(ValueError, match=r"13×10 pixels.* 11×9: pass `interpolate_pos_encoding=True`"):
+        model(pixel_values=make_images(13, 10))
+
+
+def test_a_model_refuses_what_it_does_not_read():
+    images, ids = make_images(), torch.ones(2, 5, dtype=torch.long)
+    reads_images = build(LionModel)
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 8}
+    reads_text = LionModel(LionConfig(vocab_size=10, **sizes))
+    for inputs in ({}, {"input_ids": ids}, {"pixel_values": images, "input_ids": ids}):
+        with pytest.raises(ValueError, match=r"must specify pixel_values .*: the model reads images"):
+            reads_images(**inputs)
+    for inputs in ({"pixel_values": images}, {"pixel_values": images, "input_ids": ids}):
+        with pytest.raises(ValueError, match="no pixel_values: the model reads text"):
+            reads_text(**inputs)
+
+
 @pytest.mark.parametrize("cls", TEXT_HEADS, ids=lambda cls: cls.__name__)
 def test_text_heads_refuse_an_image_configuration(cls):
     with pytest.raises(ValueError, match=f'{cls.__name__} needs a configuration with modality="text", got "image"'):

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from lion_transformers import SCAN_ORDERS, lion_attention, scan_order_lion
+from lion_transformers import SCAN_ORDERS, LionConfig, LionForImageClassification, lion_attention, scan_order_lion
 from lion_transformers.scan_order_lion import get_scan, hilbert, raster, serpentine_columns, serpentine_rows
 
 
@@ -163,6 +163,21 @@ def test_permutations_are_made_once_for_each_grid(name):
     others = [get_scan(name, 7, 5, True, CPU), get_scan(name, 5, 7, False, CPU)]
     assert all(other is not scan for other in others)
     assert others[0].order.shape == scan.order.shape and not torch.equal(others[0].order, scan.order)
+
+
+@pytest.mark.parametrize("scan_order", ["serpentine", "hilbert"])
+def test_tensors_of_an_export_do_not_stay_in_the_cache(scan_order):
+    settings = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 24}
+    config = LionConfig(modality="image", scan_order=scan_order, image_size=28, patch_size=4, **settings)
+    model = LionForImageClassification(config).eval()
+    images = torch.randn(2, 3, 28, 44)  # a grid that no other test uses
+    exported = torch.export.export(model, (), {"pixel_values": images}, strict=False)
+    with torch.no_grad():
+        logits = model(pixel_values=images).logits
+        assert type(logits) is torch.Tensor and logits.isfinite().all()
+        torch.testing.assert_close(exported.module()(pixel_values=images).logits, logits)
+        again = torch.export.export(model, (), {"pixel_values": images}, strict=False)
+        torch.testing.assert_close(again.module()(pixel_values=images).logits, logits)
 
 
 def test_cache_does_not_grow_without_bound():

@@ -46,6 +46,7 @@ from lion_transformers.scripts.images import (
     MixingCollator,
     channel_statistics,
     class_names,
+    crop_percentage,
     labelled_images,
     load_splits,
     make_image_processor,
@@ -194,7 +195,7 @@ def test_the_demo_recipe_makes_a_model_for_digits():
     model_args = parse("--recipe", "demo_image", "--train_dir", "digits", "--output_dir", "out").model
     model = load_model(model_args, list("0123456789"))
     assert native_size(model.config) == (28, 28)
-    assert model(torch.zeros(2, 1, 28, 28)).logits.shape == (2, 10)
+    assert model(torch.zeros(2, 3, 28, 28)).logits.shape == (2, 10)
 
 
 @pytest.mark.parametrize(
@@ -613,6 +614,18 @@ def test_a_teacher_of_timm_is_normalised_as_its_configuration_says():
     assert teacher(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
 
 
+def test_a_teacher_of_timm_may_have_two_classes_of_one_name():
+    """As ImageNet's cranes: then its configuration has no label2id at all."""
+    config = AutoConfig.for_model("timm_wrapper", architecture="regnety_002", num_labels=3)
+    AutoModelForImageClassification.from_config(config).save_pretrained("teacher")
+    saved = json.loads(Path("teacher/config.json").read_text())
+    Path("teacher/config.json").write_text(json.dumps({**saved, "label_names": ["crane", "heron", "crane"]}))
+    assert AutoConfig.from_pretrained("teacher").label2id is None
+    student = vit(num_labels=3, image_size=32)
+    teacher = load_teacher("teacher", student, student_processor(), torch.device("cpu"))
+    assert teacher(torch.zeros(1, 3, 32, 32)).shape == (1, 3)
+
+
 def test_a_teacher_of_another_size_interpolates_its_positions():
     vit(num_labels=3, image_size=16).save_pretrained("teacher")
     teacher = load_teacher("teacher", vit(num_labels=3), student_processor(), torch.device("cpu"))
@@ -710,18 +723,42 @@ def test_the_rate_is_scaled_with_the_batch_and_the_warmup_counted_in_passes(colo
     assert at(4) < 1.0 == at(5) > at(6)
 
 
-def test_averaged_weights_follow_the_closed_form():
+@pytest.mark.parametrize(
+    ("updates_before", "decays"),
+    [
+        (0, (2 / 11, 3 / 12, 4 / 13)),  # few updates are averaged over few of them
+        (1_000_000, (0.9, 0.9, 0.9)),
+        (79, (81 / 90, 0.9, 0.9)),  # where the two meet: (1 + 80) / (10 + 80) = 0.9
+    ],
+)
+def test_averaged_weights_follow_the_closed_form(updates_before, decays):
     model = torch.nn.Linear(1, 1, bias=False)
-    values = [1.0, 3.0, -2.0, 5.0]
-    torch.nn.init.constant_(model.weight, values[0])
+    torch.nn.init.constant_(model.weight, 1.0)
     ema = make_ema(model, 0.9, torch.device("cpu"))
-    assert ema.module.weight.item() == values[0]
-    for value in values[1:]:
+    assert ema.module.weight.item() == 1.0
+    expected = 1.0
+    ema.n_averaged += updates_before
+    for value, decay in zip([3.0, -2.0, 5.0], decays, strict=True):
         torch.nn.init.constant_(model.weight, value)
         ema.update_parameters(model)
-    expected = 0.9**3 * 1.0 + 0.1 * (0.9**2 * 3.0 + 0.9 * -2.0 + 5.0)
+        expected = decay * expected + (1 - decay) * value
     assert ema.module.weight.item() == pytest.approx(expected, rel=1e-6)
     assert make_ema(model, 0.0, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        ({"do_center_crop": False, "size": {"height": 8, "width": 8}}, 1.0),
+        ({"do_center_crop": True, "size": {"shortest_edge": 10}, "crop_size": {"height": 8, "width": 8}}, 0.8),
+        ({"do_center_crop": True, "size": {"height": 16, "width": 20}, "crop_size": {"height": 8, "width": 10}}, 0.5),
+    ],
+)
+def test_a_pretrained_model_is_evaluated_with_the_crop_of_its_processor(processor, expected):
+    ViTImageProcessor(**processor).save_pretrained("model")
+    assert crop_percentage(AugmentationArguments(), "model") == expected
+    assert crop_percentage(AugmentationArguments(crop_pct=0.7), "model") == 0.7
+    assert crop_percentage(AugmentationArguments(), None) == 0.875
 
 
 # Metrics and pictures
@@ -889,7 +926,7 @@ def test_a_run_learns_digits_and_leaves_every_file(digits, monkeypatch, capsys):
     assert {"optimizer.bin", "trainer_state.json"} <= {path.name for path in checkpoint.iterdir()}
 
     # Without training data, the saved model gives the reported figures again.
-    evaluation = "--evaluate_only --validation_dir valid --crop_pct 1 --report_to none --output_dir again"
+    evaluation = "--evaluate_only --validation_dir valid --report_to none --output_dir again"
     run_script(monkeypatch, *evaluation.split(), "--model_name_or_path", "out", "--eval_resolutions", "8", "12")
     again = results_in("again")["resolutions"]
     for resolution, metrics in again.items():
