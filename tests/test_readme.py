@@ -36,10 +36,9 @@ SHORTER = {
         "--global_train_batch_size 8 --per_device_train_batch_size 4 --max_eval_samples 4 --eval_steps 2 "
         "--dataset_name outputs/digits-on-the-hub --dataloader_num_workers 0 --mixed_precision no"
     ),
-    '--dataset_name ""': (
-        "--config image_size=28,patch_size=7,hidden_size=48,num_hidden_layers=1,intermediate_size=48 --max_steps 2 "
-        "--global_train_batch_size 8 --per_device_train_batch_size 4 --max_eval_samples 4 --eval_steps 2 "
-        "--dataloader_num_workers 0 --mixed_precision no"
+    "--recipe demo_image": (
+        "--config num_hidden_layers=1 --max_steps 2 --global_train_batch_size 8 --per_device_train_batch_size 4 "
+        "--eval_steps 2 --save_steps 2"
     ),
 }
 
