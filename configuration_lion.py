@@ -169,7 +169,13 @@ class LionConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         self._refuse_misspelt(kwargs)
         if "pooling" in kwargs:
-            self.classifier_pooling = kwargs.pop("pooling")
+            pooling = kwargs.pop("pooling")
+            if self.classifier_pooling not in (None, pooling):
+                raise ValueError(
+                    "`pooling` and `classifier_pooling` are the same field: "
+                    f'got "{pooling}" and "{self.classifier_pooling}"'
+                )
+            self.classifier_pooling = pooling
         self._fill_in_recipe()
         super().__post_init__(**kwargs)
 
@@ -212,8 +218,8 @@ class LionConfig(PreTrainedConfig):
     def validate_architecture(self):
         """Part of `@strict`-powered validation. Validates the architecture of the config."""
         super().validate_architecture()
-        counts = ("hidden_size", "num_attention_heads", "chunk_size", "vocab_size", "type_vocab_size", "num_channels")
-        for name in counts:
+        counts = ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "chunk_size"]
+        for name in [*counts, "vocab_size", "type_vocab_size", "num_channels"]:
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
         if self.hidden_size % self.num_attention_heads != 0:

@@ -101,7 +101,9 @@ class LionImageEmbeddings(nn.Module):
         interpolate_pos_encoding: bool | None = None,
     ) -> torch.Tensor:
         num_channels = self.projection.in_channels
-        if pixel_values.ndim != 4 or pixel_values.shape[1] != num_channels:
+        if not isinstance(pixel_values, torch.Tensor):
+            raise TypeError(f"`pixel_values` must be a tensor, as image processors make, got {type(pixel_values)}")
+        if pixel_values.ndim != 4 or pixel_values.shape[1] != num_channels or 0 in pixel_values.shape:
             raise ValueError(
                 f"`pixel_values` must be (batch, {num_channels} channels, height, width), "
                 f"got shape {tuple(pixel_values.shape)}"

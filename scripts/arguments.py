@@ -74,7 +74,9 @@ class KeyValues(dict):
             return yaml.load(text, Loader=YamlLoader)
         pairs = [pair.partition("=") for pair in text.split(",")]
         if not all(key and separator for key, separator, _ in pairs):
-            raise argparse.ArgumentTypeError(f"expected key=value,key=value, got {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"expected key=value,key=value, got {text!r}; lists go into {{key: [1, 2]}}"
+            )
         return {key.strip(): yaml.load(value, Loader=YamlLoader) for key, _, value in pairs}
 
 

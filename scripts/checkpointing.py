@@ -60,10 +60,10 @@ def remove_directory(path: Path) -> None:
 
 
 def claim_output_dir(output_dir: Path, overwrite: bool) -> None:
-    """Refuse a folder with files in it, unless `overwrite`."""
+    """Refuse a folder with files in it, unless `overwrite`; logs alone are of a run that came to nothing."""
     if output_dir.exists() and not output_dir.is_dir():
         raise UsageError(f"output_dir {output_dir} is a file.")
-    if output_dir.is_dir() and any(output_dir.iterdir()) and not overwrite:
+    if output_dir.is_dir() and {path.name for path in output_dir.iterdir()} - {"runs"} and not overwrite:
         raise UsageError(f"output_dir {output_dir} is not empty; --overwrite_output_dir trains into it all the same.")
 
 

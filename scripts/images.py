@@ -176,6 +176,9 @@ def _read_splits(args: DataArguments) -> dict[str, Dataset]:
 def _read_folder(folder: str) -> Dataset:
     if not Path(folder).is_dir():
         raise UsageError(f"there is no folder {folder}.")
+    for part in sorted(Path(folder).iterdir()):
+        if part.is_dir() and not any(path.is_file() for path in part.rglob("*")):
+            raise UsageError(f"the folder {part} has no images.")
     # Not by data_dir, which would look for splits in the names of the folders.
     files = {"train": str(Path(escape(folder), "**"))}
     return load_dataset("imagefolder", data_files=files, drop_labels=False, split="train")
@@ -266,8 +269,9 @@ def labels_by_name(rows: Dataset, label_column: str) -> list[str]:
 
 def _column(rows: Dataset, column: str) -> list:
     values = rows.select_columns([column])[:][column]
-    if None in values:
-        raise UsageError(f"row {values.index(None)} has no {column}.")
+    for row, value in enumerate(values):
+        if value is None or value == "":
+            raise UsageError(f"row {row} has no {column}.")
     return values
 
 
@@ -287,11 +291,13 @@ class LabelledImages(torch.utils.data.Dataset):
         images: a column of decoded images.
         labels: as many ids.
         transform: makes a tensor of (channels, height, width) from an image.
+        mode: Pillow's mode that images are converted to.
     """
 
     images: Dataset
     labels: list[int]
     transform: Callable[[Any], Tensor]
+    mode: str = "RGB"
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -308,7 +314,11 @@ class LabelledImages(torch.utils.data.Dataset):
             raise BrokenImageError(f"cannot read the image {path or 'without a name'}: {one_line(error)}") from error
         if image is None:
             raise BrokenImageError(f"column {column} has a row without an image.")
-        return image
+        if image.mode.startswith(("I", "F")):  # Pillow would cut values above 255 off
+            raise BrokenImageError(
+                f"row {index} of the images has mode {image.mode}, more than 8 bits a channel: convert it first."
+            )
+        return image.convert(self.mode)
 
 
 def labelled_images(
@@ -328,8 +338,8 @@ def labelled_images(
             " or the training data have."
         )
     column = find_image_column(rows, args.image_column, args.source)
-    images = rows.select_columns([column]).cast_column(column, Image(mode=PIL_MODES[num_channels(config)]))
-    return LabelledImages(images, [ids[name] for name in names], transform)
+    images = rows.select_columns([column]).cast_column(column, Image())
+    return LabelledImages(images, [ids[name] for name in names], transform, PIL_MODES[num_channels(config)])
 
 
 # Transforms: image → (channels, height, width)

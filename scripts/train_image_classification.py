@@ -50,6 +50,7 @@ from transformers import (
     ViTImageProcessor,
 )
 from transformers.hf_argparser import HfArg
+from transformers.utils import logging
 
 from lion_transformers.scripts.arguments import UsageError, one_line, parse_arguments, run
 from lion_transformers.scripts.checkpointing import atomic_write, write_json
@@ -87,6 +88,8 @@ from lion_transformers.scripts.training import (
     start,
 )
 
+
+logger = logging.get_logger(__name__)
 
 MOST_CLASSES_WITH_NUMBERS = 20
 NUM_SAMPLE_PREDICTIONS = 16
@@ -147,7 +150,7 @@ class ClassificationArguments(TrainingArguments):
         super().__post_init__()
         check_range(self, ["label_smoothing", "ema_decay"], low=0, below=1)
         check_range(self, ["final_learning_rate", "warmup_learning_rate", "warmup_epochs"], low=0)
-        if self.base_learning_rate <= 0:
+        if not self.base_learning_rate > 0:
             raise UsageError(f"base_learning_rate must be above 0, got {self.base_learning_rate}.")
 
 
@@ -227,8 +230,8 @@ def needs_interpolation(model: PreTrainedModel, size: tuple[int, int]) -> bool:
 def check_takes_images(model: PreTrainedModel, size: tuple[int, int], role: str) -> None:
     """Find out now, not after training, that a model does not take images of this size."""
     was_training = model.training
-    image = torch.zeros(1, num_channels(model.config), *size)
     try:
+        image = torch.zeros(1, num_channels(model.config), *size)
         classify(model.eval(), image, needs_interpolation(model, size))
     except (ValueError, RuntimeError) as error:
         reason = f"{role} does not take images of {format_size(size)}: {one_line(error)}"
@@ -272,9 +275,7 @@ def load_teacher(name: str, student: PreTrainedModel, processor: ViTImageProcess
     config, student_config = model.config, student.config
     if config.num_labels != student_config.num_labels:
         raise UsageError(f"the teacher has {config.num_labels} labels, the student {student_config.num_labels}.")
-    same_names = set(config.id2label.values()) == set(student_config.id2label.values())
-    if same_names and config.id2label != student_config.id2label:
-        raise UsageError("the teacher has the student's labels in another order.")
+    check_same_classes(config, student_config)
     if num_channels(config) != num_channels(student_config):
         raise UsageError(
             f"the teacher takes images of {num_channels(config)} channels, the student {num_channels(student_config)}."
@@ -287,6 +288,18 @@ def load_teacher(name: str, student: PreTrainedModel, processor: ViTImageProcess
     scale, shift = std / own_std, (mean - own_mean) / own_std
     model.requires_grad_(False).eval().to(device)
     return Teacher(model, scale.to(device), shift.to(device), needs_interpolation(model, size))
+
+
+def check_same_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> None:
+    """Refuse classes in another order; warn of others, which may be the same under other names, as timm's are."""
+    names, student_names = set(teacher.id2label.values()), set(student.id2label.values())
+    if names == student_names and teacher.id2label != student.id2label:
+        raise UsageError("the teacher has the student's labels in another order.")
+    if names.isdisjoint(student_names):
+        logger.warning(
+            f"The teacher calls its first class {teacher.id2label[0]}, the student {student.id2label[0]}, and no name "
+            "is the same: its classes are taken for the student's in their order."
+        )
 
 
 def distillation_loss(logits: Tensor, teacher_logits: Tensor, kind: str, tau: float) -> Tensor:

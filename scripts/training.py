@@ -213,7 +213,8 @@ def build_model(args: ModelArguments, auto_class: type, settings: dict[str, Any]
         if args.model_name_or_path:
             return auto_class.from_pretrained(name, config=config, dtype=torch.float32, **loading)
         return auto_class.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+    # RuntimeError: weights of other sizes; KeyError: an activation that is not there.
+    except (OSError, ValueError, TypeError, RuntimeError, KeyError, StrictDataclassError) as error:
         raise UsageError(f"cannot make the model {name or args.model_type}: {one_line(error)}") from error
 
 

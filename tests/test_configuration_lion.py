@@ -108,6 +108,12 @@ def test_unknown_choice_is_refused_with_field_value_and_choices(field, value, ac
         assert part in str(refusal.value)
 
 
+def test_two_names_of_one_field_must_agree():
+    assert LionConfig(pooling="cls", classifier_pooling="cls").pooling == "cls"
+    with pytest.raises(ValueError, match='are the same field: got "cls" and "mean"'):
+        LionConfig(pooling="cls", classifier_pooling="mean")
+
+
 @pytest.mark.parametrize("modality", ["text", "image"])
 @pytest.mark.parametrize("decay_type", ["none", "fixed", "selective"])
 def test_the_first_token_is_not_pooled_where_it_sees_only_itself(decay_type, modality):
@@ -135,7 +141,10 @@ def test_hidden_size_must_be_a_multiple_of_the_heads():
 
 @pytest.mark.parametrize(
     "field",
-    ["hidden_size", "num_attention_heads", "chunk_size", "vocab_size", "type_vocab_size", "num_channels"],
+    [
+        *["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "chunk_size", "vocab_size"],
+        *["type_vocab_size", "num_channels"],
+    ],
 )
 @pytest.mark.parametrize("value", [0, -3])
 def test_sizes_below_one_are_refused(field, value):

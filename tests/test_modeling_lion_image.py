@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -1012,6 +1013,18 @@ def test_sizes_in_the_error_are_those_of_the_images_not_of_whole_patches():
     model = build(LionModel, "none", image_size=(11, 9))
     with pytest.raises(ValueError, match=r"13×10 pixels.* 11×9: pass `interpolate_pos_encoding=True`"):
         model(pixel_values=make_images(13, 10))
+
+
+@pytest.mark.parametrize("images", [[1, 2], np.zeros((1, 3, 12, 10)), Image.new("RGB", (10, 12))], ids=type)
+def test_images_that_are_no_tensors_are_refused(images):
+    with pytest.raises(TypeError, match="`pixel_values` must be a tensor, as image processors make, got <class"):
+        build(LionModel)(pixel_values=images)
+
+
+@pytest.mark.parametrize("shape", [(3, 12, 10), (1, 1, 12, 10), (1, 3, 0, 10), (0, 3, 12, 10)])
+def test_images_of_other_shapes_are_refused(shape):
+    with pytest.raises(ValueError, match=re.escape(f"(batch, 3 channels, height, width), got shape {shape}")):
+        build(LionModel)(pixel_values=torch.zeros(shape))
 
 
 def test_a_model_refuses_what_it_does_not_read():

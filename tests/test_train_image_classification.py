@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -206,6 +207,7 @@ def test_the_demo_recipe_makes_a_model_for_digits():
         (["--randaugment_magnitude", "11"], "randaugment_magnitude must be at least 0 and below 11"),
         (["--ema_decay", "1"], "ema_decay must be at least 0 and below 1"),
         (["--base_learning_rate", "0"], "base_learning_rate must be above 0"),
+        (["--base_learning_rate", "nan"], "base_learning_rate must be above 0"),
         (["--distillation_type", "soft"], "go together"),
         (["--teacher_name_or_path", "t"], "go together"),
         (["--distillation_tau", "0"], "distillation_tau must be above 0"),
@@ -368,6 +370,33 @@ def test_a_broken_image_is_named(colors, monkeypatch, capsys, workers):
     message = fails_with(monkeypatch, capsys, *argv, "--repeated_augmentation", "1")
     assert message.startswith("train_image_classification.py: error: cannot read the image /")
     assert "train/green/green-5.png: " in message
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I", "F"])
+def test_images_of_more_than_8_bits_are_refused(mode):
+    """Pillow would cut their values off at 255."""
+    for name in "ab":
+        Path("train", name).mkdir(parents=True)
+        pixels = np.full((8, 8), 300, dtype={"I;16": np.uint16, "I": np.int32, "F": np.float32}[mode])
+        PIL.Image.fromarray(pixels).save(Path("train", name, "x.tiff"))
+    data_args = parse("--output_dir", "out", "--train_dir", "train", "--validation_dir", "train").data
+    _, rows = load_splits(data_args, 17, False)
+    config = AutoConfig.for_model("vit", id2label={0: "a", 1: "b"}, label2id={"a": 0, "b": 1})
+    images = labelled_images(rows, data_args, config, v2.PILToTensor())
+    with pytest.raises(UsageError, match=f"row 1 of the images has mode {mode}.*, more than 8 bits a channel"):
+        images[1]
+
+
+def test_a_class_without_images_is_named(colors, monkeypatch, capsys):
+    Path("train", "violet", "light").mkdir(parents=True)
+    assert "the folder train/violet has no images" in fails_with(monkeypatch, capsys, *TINY_MODEL, *SHORT)
+
+
+def test_an_empty_label_is_no_class(colors, monkeypatch, capsys):
+    rows = [f"train/{color}/{color}-{i}.png,{color if i else ''}" for color in ("green", "red") for i in range(2)]
+    Path("images.csv").write_text("\n".join(["image,label", *rows]))
+    argv = [*TINY_MODEL, "--train_file", "images.csv", "--output_dir", "out", "--validation_split_percentage", "50"]
+    assert re.search(r"row \d has no label", fails_with(monkeypatch, capsys, *argv))
 
 
 # Transforms
@@ -626,6 +655,16 @@ def test_a_teacher_of_timm_may_have_two_classes_of_one_name():
     assert teacher(torch.zeros(1, 3, 32, 32)).shape == (1, 3)
 
 
+@pytest.mark.parametrize(("names", "warned"), [("xyz", True), ("abz", False), ("abc", False)])
+def test_a_teacher_with_other_names_is_pointed_out(names, warned, caplog):
+    def labelled(names):
+        return {"id2label": dict(enumerate(names)), "label2id": {name: label for label, name in enumerate(names)}}
+
+    vit(**labelled(names)).save_pretrained("teacher")
+    load_teacher("teacher", vit(**labelled("abc")), student_processor(), torch.device("cpu"))
+    assert warned == ("calls its first class x, the student a, and no name is the same" in caplog.text)
+
+
 def test_a_teacher_of_another_size_interpolates_its_positions():
     vit(num_labels=3, image_size=16).save_pretrained("teacher")
     teacher = load_teacher("teacher", vit(num_labels=3), student_processor(), torch.device("cpu"))
@@ -815,7 +854,8 @@ def test_sample_predictions_show_images_and_mark_what_is_wrong(figures, channels
     data = Dataset.from_dict({"image": pictures}, Features({"image": Image(mode=mode)}))
     labels = [index % 2 for index in range(20)]
     mean, std = channel_statistics(AugmentationArguments(), channels, None)
-    images = LabelledImages(data, labels, EvaluationTransform(make_image_processor((8, 8), mean, std, 1.0)))
+    transform = EvaluationTransform(make_image_processor((8, 8), mean, std, 1.0))
+    images = LabelledImages(data, labels, transform, mode)
     logits = torch.tensor([[math.log(3.0), 0.0]] * 20)  # always the first class, with 75 %
     plot_predictions(Predictions(logits, torch.tensor(labels)), images, ["cat", "dog"], Path("x"))
     axes = figures[0].axes
