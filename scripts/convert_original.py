@@ -68,7 +68,9 @@ JOINED = {
 UNUSED = re.compile(r"cls\.predictions\.bias|lion\.embeddings\.position_(ids|embeddings\.weight)")
 
 
-def convert_original_checkpoint(state: Mapping[str, Tensor], original: Mapping[str, Any], task: str):
+def convert_original_checkpoint(
+    state: Mapping[str, Tensor], original: Mapping[str, Any], task: str
+) -> LionPreTrainedModel:
     """A model of this library with the weights and the settings of an original checkpoint.
 
     Args:
