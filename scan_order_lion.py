@@ -3,7 +3,8 @@
 A scan order is a permutation of the tokens of a height × width grid, numbered row by row. A named order may consist of
 several permutations: each of them is walked with decays of its own, and the results are averaged.
 
-To add an order, write its permutation as a function of height and width and enter it in `SCAN_ORDERS`.
+To add an order, write its permutation as a function of height and width, enter it in `SCAN_ORDERS`, and its name among
+the choices of `LionConfig.scan_order`.
 """
 
 from collections.abc import Iterator
