@@ -1,6 +1,5 @@
 """LION model configuration."""
 
-import math
 from difflib import get_close_matches
 from typing import Literal
 
@@ -204,7 +203,7 @@ class LionConfig(PreTrainedConfig):
     @property
     def patch_grid(self) -> tuple[int, int]:
         """Rows and columns of patches of an image of `image_size`; incomplete patches at its edges count."""
-        return tuple(math.ceil(i / p) for i, p in zip(as_pair(self.image_size), as_pair(self.patch_size), strict=True))
+        return count_patches(as_pair(self.image_size), as_pair(self.patch_size))
 
     def _refuse_misspelt(self, unknown):
         """Unknown keys pass, as everywhere in Transformers, unless they are nearly the name of a field."""
@@ -258,6 +257,11 @@ class LionConfig(PreTrainedConfig):
 def as_pair(size):
     """(height, width) of a square or rectangle."""
     return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def count_patches(image_size, patch_size):
+    """Rows and columns of patches that cover an image, both sizes as (height, width)."""
+    return tuple(-(-pixels // patch) for pixels, patch in zip(image_size, patch_size, strict=True))
 
 
 __all__ = ["LionConfig"]

@@ -25,7 +25,7 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_lion import ATTENTION_MODES, choose_mode, lion_attention
-from .configuration_lion import LionConfig, as_pair
+from .configuration_lion import LionConfig, as_pair, count_patches
 from .scan_order_lion import SCAN_ORDERS, Scan, get_scan
 
 
@@ -91,7 +91,7 @@ class LionImageEmbeddings(nn.Module):
         self.mask_token = token(1) if use_mask_token else None
         self.position_embeddings = None
         if config.position_embedding_type == "absolute":
-            self.position_embeddings = token(config.use_cls_token + self.native_grid[0] * self.native_grid[1])
+            self.position_embeddings = token(config.use_cls_token + math.prod(self.native_grid))
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(
@@ -120,9 +120,7 @@ class LionImageEmbeddings(nn.Module):
 
     def grid_of(self, pixel_values: torch.Tensor) -> tuple[int, int]:
         """Rows and columns of patches; incomplete ones at the lower and right edges count."""
-        return tuple(
-            -(-pixels // patch) for pixels, patch in zip(pixel_values.shape[-2:], self.patch_size, strict=True)
-        )
+        return count_patches(pixel_values.shape[-2:], self.patch_size)
 
     def _pad(self, pixel_values):
         """Zeros below and to the right, up to whole patches."""
@@ -149,8 +147,7 @@ class LionImageEmbeddings(nn.Module):
                 f"The image has {height}×{width} pixels, but position embeddings are those of "
                 f"{native_height}×{native_width}: pass `interpolate_pos_encoding=True` to interpolate them"
             )
-        num_patches = self.native_grid[0] * self.native_grid[1]
-        cls_position, positions = self.position_embeddings.tensor_split([-num_patches], dim=1)
+        cls_position, positions = self.position_embeddings.tensor_split([-math.prod(self.native_grid)], dim=1)
         positions = _at_least_float32(positions).unflatten(1, self.native_grid).permute(0, 3, 1, 2)
         positions = nn.functional.interpolate(positions, size=grid, mode="bicubic", align_corners=False)
         positions = positions.flatten(2).transpose(1, 2).to(cls_position.dtype)

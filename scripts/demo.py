@@ -28,6 +28,7 @@ from transformers import (
 )
 
 import lion_transformers  # noqa: F401  registers LION with the Auto classes
+from lion_transformers.attention_lion import ATTENTION_MODES
 from lion_transformers.scripts.arguments import UsageError, call, run
 from lion_transformers.scripts.checkpointing import atomic_write, write_json
 
@@ -43,7 +44,6 @@ PROMPTS = [
     "she plays the [MASK] of a rich family .",
     "a great film , directed [MASK] a new director .",
 ]
-FORMS = ("parallel", "chunk", "rnn")
 FORMS_TOLERANCE = 1e-4
 
 
@@ -159,8 +159,7 @@ def report(folder):
     }
     write_json(folder / "demo.json", results)
     print_report(folder, results)
-    if difference > FORMS_TOLERANCE:
-        raise UsageError(f"the three forms differ by {difference:.1e}, more than {FORMS_TOLERANCE:.0e}.")
+    check_forms(difference)
 
 
 def most_frequent_token_share(folder):
@@ -180,8 +179,18 @@ def compare_forms(folder):
     model = AutoModelForMaskedLM.from_pretrained(folder / "pretrained").eval()
     texts = pd.read_csv(folder / "data" / "validation.csv")["text"][:8].tolist()
     batch = tokenizer(texts, padding=True, truncation=True, max_length=512, return_tensors="pt")
-    logits = torch.stack([model(**batch, attn_mode=form).logits for form in FORMS])
+    return spread_of_forms(model, batch)
+
+
+def spread_of_forms(model, inputs):
+    """Largest difference between the logits that the three forms give for the same inputs."""
+    logits = torch.stack([model(**inputs, attn_mode=form).logits for form in ATTENTION_MODES])
     return (logits.amax(0) - logits.amin(0)).max().item()
+
+
+def check_forms(difference):
+    if difference > FORMS_TOLERANCE:
+        raise UsageError(f"the three forms differ by {difference:.1e}, more than {FORMS_TOLERANCE:.0e}.")
 
 
 def fill_masks(folder):

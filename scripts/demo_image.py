@@ -23,9 +23,9 @@ from sklearn.model_selection import train_test_split
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 import lion_transformers  # noqa: F401  registers LION with the Auto classes
-from lion_transformers.attention_lion import ATTENTION_MODES
 from lion_transformers.scripts.arguments import UsageError, call, run
 from lion_transformers.scripts.checkpointing import atomic_write, publish, unfinished, write_json
+from lion_transformers.scripts.demo import check_forms, spread_of_forms
 
 
 TRAIN = Path(__file__).with_name("train_image_classification.py")
@@ -49,7 +49,6 @@ ABLATION = {
         "doubled diagonal": "diagonal=doubled",
     }.items()
 }
-FORMS_TOLERANCE = 1e-4
 LARGEST_GAP = 0.01  # of the best LION's accuracy below ViT's
 
 
@@ -122,8 +121,7 @@ def compare_forms(output, data):
     inputs = AutoImageProcessor.from_pretrained(output)(
         [image.convert("RGB") for image in images], return_tensors="pt"
     )
-    logits = torch.stack([model(**inputs, attn_mode=form).logits for form in ATTENTION_MODES])
-    return (logits.amax(0) - logits.amin(0)).max().item()
+    return spread_of_forms(model, inputs)
 
 
 def report(folder, name, rows):
@@ -155,9 +153,7 @@ def plot_accuracies(rows, file):
 
 def check(rows):
     """The claims of this project that the demo can see."""
-    differences = [row["largest_difference_between_forms"] or 0.0 for row in rows]
-    if max(differences) > FORMS_TOLERANCE:
-        raise UsageError(f"the three forms differ by {max(differences):.1e}, more than {FORMS_TOLERANCE:.0e}.")
+    check_forms(max(row["largest_difference_between_forms"] or 0.0 for row in rows))
     accuracies = {row["model"]: row["accuracy"] for row in rows}
     if (peer := accuracies.pop("ViT", None)) is None:
         return

@@ -52,6 +52,7 @@ from transformers import (
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
+from lion_transformers.configuration_lion import as_pair
 from lion_transformers.scripts.arguments import UsageError, one_line, parse_arguments, run
 from lion_transformers.scripts.checkpointing import atomic_write, write_json
 from lion_transformers.scripts.images import (
@@ -210,7 +211,7 @@ def native_size(config: PreTrainedConfig) -> tuple[int, int]:
     size = getattr(config, "image_size", None)
     if size is None:
         raise UsageError(f"the configuration of {config.model_type} has no image_size: give --config image_size=224.")
-    return (size, size) if isinstance(size, int) else tuple(size)
+    return as_pair(size)
 
 
 def classify(model: nn.Module, pixel_values: Tensor, interpolate: bool = False) -> Tensor:
@@ -370,6 +371,10 @@ class Evaluator:
         return next(iter(self.loaders))
 
     @property
+    def others(self) -> list[str]:
+        return list(self.loaders)[1:]
+
+    @property
     def images(self) -> LabelledImages:
         """At the first resolution."""
         return self.loaders[self.first].dataset
@@ -479,6 +484,7 @@ class ClassificationRun(TrainingRun):
     ema: AveragedModel | None
     processor: ViTImageProcessor
     evaluator: Evaluator
+    latest: tuple[dict[str, float], Predictions] | None = None  # evaluation, at the first resolution
 
     unit = "images"
     loss_label = "loss per image"
@@ -507,7 +513,8 @@ class ClassificationRun(TrainingRun):
         return sums
 
     def compute_metrics(self) -> dict[str, float]:
-        metrics, _ = self.evaluate_at(self.evaluator.first)
+        self.latest = self.evaluate_at(self.evaluator.first)
+        metrics, _ = self.latest
         return {f"eval_{name}": value for name, value in metrics.items()}
 
     def evaluate_at(self, resolution: str) -> tuple[dict[str, float], Predictions]:
@@ -648,12 +655,12 @@ def train_and_save(arguments: Arguments, accelerator: Accelerator, started: floa
     classification, record = prepare(arguments, accelerator), flat(arguments)
     init_trackers(accelerator, "train_image_classification", record)
     classification.train()
-    evaluator = classification.evaluator
-    evaluations = {resolution: classification.evaluate_at(resolution) for resolution in evaluator.loaders}
+    evaluator, (metrics, predictions) = classification.evaluator, classification.latest
+    resolutions = {evaluator.first: metrics}
+    for resolution in evaluator.others:
+        resolutions[resolution], _ = classification.evaluate_at(resolution)
     if not accelerator.is_main_process:
         return
-    _, predictions = evaluations[evaluator.first]
-    resolutions = {resolution: metrics for resolution, (metrics, _) in evaluations.items()}
     save_pictures(classification.output_dir, predictions, evaluator.images, classification.final_model.config)
     results = classification.save_results(record, time.perf_counter() - started, resolutions=resolutions)
     print(f"before: {describe(results['before'])}")
