@@ -1021,7 +1021,7 @@ def test_resized_vocabulary(tmp_path, new_size, multiple, expected, tied):
         assert_close(check(cls.from_pretrained(tmp_path)).logits, output.logits)
 
 
-def test_grown_then_shrunk_vocabulary_is_the_old_model():
+def test_f11_grown_then_shrunk_vocabulary_is_the_old_model(tmp_path):
     model, batch = build(LionForMaskedLM), make_batch()
     with torch.no_grad():
         expected = model(**batch).logits
@@ -1030,6 +1030,14 @@ def test_grown_then_shrunk_vocabulary_is_the_old_model():
         assert_close(grown[..., :96], expected)
         model.resize_token_embeddings(96)
         assert_close(model(**batch).logits, expected)
+    model.save_pretrained(tmp_path)
+    for survivor in (model, LionForMaskedLM.from_pretrained(tmp_path)):
+        table = survivor.get_input_embeddings().weight
+        assert survivor.config.vocab_size == len(table) == len(survivor.decoder.bias) == 96
+        assert survivor.decoder.weight.data_ptr() == table.data_ptr() and survivor.decoder.bias.isfinite().all()
+        output = survivor(**batch, labels=batch["input_ids"])
+        assert_close(output.logits, expected)
+        assert output.loss.isfinite()
 
 
 @pytest.mark.parametrize("tied", [True, False])
