@@ -504,7 +504,8 @@ def report(conversion: Conversion, output_dir: Path) -> None:
         f"{FAMILY[config.decay_type]}{natural} as {type(model).__name__}: {config.num_hidden_layers} layers of"
         f" {config.hidden_size}, {config.num_attention_heads} heads, {model.num_parameters():,} parameters"
     )
-    print(f"assumed, as in the paper: {', '.join(f'{name}={value}' for name, value in conversion.assumed.items())}")
+    if conversion.assumed:
+        print(f"assumed: {', '.join(f'{name}={value}' for name, value in conversion.assumed.items())}")
     if conversion.left_out:
         print(f"left out, nothing computes with them: {', '.join(conversion.left_out)}")
     if config.modality == "image":
