@@ -14,10 +14,10 @@ that contradicts them stops the conversion.
 
 What they do not tell comes from an argument, from the `config` mapping of --config or of a recipe (a YAML file of
 your own or one of the training scripts' recipes, whose other keys are not looked at), and else from the paper's
-models: heads of 64 without decays (if the width is a multiple of 64), the first token for text, the mean of all
-tokens for images under decays, 224 pixels without position embeddings and a square with them, layer norms with an
-epsilon of 1e-12 for text and 1e-6 for images, positions of text for LION-LIT only. What was assumed is printed. Two
-things are asked for: the pooling of an image model without decays, and, as a BERT looks like that, whether a text
+models: heads of 64 without decays (if the width is a multiple of 64), the first token for text classifiers, the mean
+of all tokens for images under decays, 224 pixels without position embeddings and a square with them, layer norms with
+an epsilon of 1e-12 for text and 1e-6 for images, positions of text for LION-LIT only. What was assumed is printed.
+Two things are asked for: the pooling of an image model without decays, and, as a BERT looks like that, whether a text
 model with neither decays nor norms on the attention output is a LION at all (`--attention_output_norm false`).
 
 Every tensor is taken over as it is (queries, keys and values are joined, as are the decays of two scan orders);

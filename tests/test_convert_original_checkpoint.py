@@ -392,6 +392,22 @@ def test_a_missing_tensor_is_named(name, lost, tmp_path):
     assert refused.endswith(f"it lacks {lost.removeprefix('model.')}.")
 
 
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("vision_lit", "blocks.0.attn.gate"),
+        ("vision_decay", "blocks.1.attn.a_i.weight"),
+        ("mlm_d", "model.bert.encoder.layer.0.attention.self.Wa_i.weight"),
+        ("mlm_d", "model.bert.pooler.dense.weight"),
+        ("cls_s", "model.cls.predictions.decoder.weight"),
+    ],
+)
+def test_an_unexpected_tensor_is_named(name, extra, tmp_path):
+    checkpoint = write_changed(name, tmp_path / "file", **{extra: torch.zeros(3, 48)})
+    refused = refusal(tmp_path, *flags(name), checkpoint=checkpoint, task=golden_task(name))
+    assert refused.endswith(f"it has {extra.removeprefix('model.')}.")
+
+
 def test_all_missing_and_unexpected_tensors_are_listed(tmp_path):
     lost = [f"blocks.{i}.norm{n}.weight" for i in range(2) for n in (1, 2)]
     extra = {"blocks.0.attn.gate": torch.zeros(3), "dist_token": torch.zeros(1, 1, 48)}
