@@ -484,7 +484,10 @@ def save(model: LionPreTrainedModel, output_dir: Path) -> None:
         model.save_pretrained(unfinished(folder))
         if model.config.modality == "image":
             image_processor(model.config).save_pretrained(unfinished(folder))
-        publish_files(folder, folder) if folder.is_dir() else publish(folder)
+        if folder.is_dir():  # whose other files stay
+            publish_files(folder, folder)
+        else:
+            publish(folder)
     except (OSError, SafetensorError) as error:
         raise UsageError(f"cannot write {output_dir}: {one_line(error)}.") from error
     finally:
