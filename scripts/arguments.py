@@ -105,7 +105,11 @@ class _Parser(HfArgumentParser):
 
 
 def parse_arguments(
-    dataclass_types: Sequence[type], argv: Sequence[str] | None = None, description: str | None = None
+    dataclass_types: Sequence[type],
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    *,
+    other_recipe_types: Sequence[type] = (),
 ) -> tuple:
     """One instance of each dataclass, from defaults, then the recipe, then the command line.
 
@@ -113,6 +117,7 @@ def parse_arguments(
         dataclass_types: the arguments; field names are unique over all of them.
         argv: the command line without the program's name; `sys.argv[1:]` when None.
         description: stands at the top of `--help` as it is.
+        other_recipe_types: arguments of other scripts, which a recipe may hold as well; they are not looked at.
 
     Raises:
         UsageError: an unknown key or argument (close matches are named), a value of the wrong type, a missing recipe.
@@ -128,7 +133,8 @@ def parse_arguments(
     recipe_help = "YAML file with values for these arguments, or the name of one in scripts/recipes."
     parser.add_argument("--recipe", metavar="FILE", help=recipe_help)
     recipe = _load_recipe(argv)
-    names = [field.name for dataclass_type in dataclass_types for field in dataclasses.fields(dataclass_type)]
+    names, others = _field_names(dataclass_types), _field_names(other_recipe_types)
+    recipe = {name: value for name, value in recipe.items() if name in names or name not in others}
     *parsed, _, unknown = parser.parse_args_into_dataclasses(
         [*_as_arguments(recipe, names), *argv], return_remaining_strings=True, look_for_args_file=False
     )
@@ -136,6 +142,10 @@ def parse_arguments(
         name = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
         raise UsageError(f"unknown argument {unknown[0]}{_did_you_mean(name, [*names, 'recipe'])}")
     return tuple(parsed)
+
+
+def _field_names(dataclass_types: Sequence[type]) -> list[str]:
+    return [field.name for dataclass_type in dataclass_types for field in dataclasses.fields(dataclass_type)]
 
 
 def _load_recipe(argv: Sequence[str]) -> dict[str, Any]:

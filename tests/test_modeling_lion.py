@@ -1,7 +1,6 @@
 """The LION text models: values against independent references, and what Transformers expects of any family."""
 
 import copy
-import json
 import math
 import re
 import warnings
@@ -10,9 +9,10 @@ import pytest
 import torch
 from modeling_checks import (
     DECAYS,
-    GOLDEN,
+    GOLDEN_TEXTS,
     MODES,
     assert_close,
+    assert_gives_golden_outputs,
     assert_same_state,
     below,
     build_from,
@@ -20,6 +20,7 @@ from modeling_checks import (
     decay_parameters,
     fill_with_constants,
     gradients,
+    load_golden,
     outputs_of,
     reference_attention,
     relative_error,
@@ -54,7 +55,6 @@ from lion_transformers import (
     LionModel,
 )
 from lion_transformers.attention_lion import PARALLEL_MAX_LENGTH, PARALLEL_MAX_LENGTH_WITHOUT_DECAY
-from lion_transformers.scripts.convert_original import convert_original_checkpoint
 
 
 RECIPES = {
@@ -135,30 +135,11 @@ def targets_for(cls, length=24):
 # Values: checkpoints of the public reference, BERT, a float64 loop
 # ---------------------------------------------------------------------------------------------------------------------
 
-MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
-GOLDEN_CASES = {entry["name"]: entry for entry in MANIFEST if entry["task"] != "image"}
-
-
-def load_golden(name):
-    entry = GOLDEN_CASES[name]
-    state = torch.load(GOLDEN / entry["checkpoint"], weights_only=True)["state"]["model"]
-    return convert_original_checkpoint(state, entry["official"], entry["task"])
-
 
 @each_mode
-@pytest.mark.parametrize("name", GOLDEN_CASES)
+@pytest.mark.parametrize("name", GOLDEN_TEXTS)
 def test_checkpoint_of_the_public_reference_gives_its_outputs(name, mode):
-    expected = load_file(GOLDEN / f"{name}.expected.safetensors")
-    batch = {key: expected[key] for key in ("input_ids", "attention_mask", "token_type_ids")}
-    real = batch["attention_mask"].bool()
-    assert not real.all()
-    with torch.no_grad():
-        output = load_golden(name)(**batch, attn_mode=mode, output_hidden_states=True)
-    assert_close(output.hidden_states[-1][real], expected["last_hidden_state"][real])
-    if output.logits.ndim == 2:
-        assert_close(output.logits, expected["logits"])
-    else:
-        assert_close(output.logits[real], expected["logits"][real])
+    assert_gives_golden_outputs(load_golden(name), name, mode)
 
 
 def reference_encoder(model, batch):
