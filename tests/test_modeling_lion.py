@@ -40,8 +40,6 @@ from transformers import (
     BertConfig,
     BertModel,
     BertTokenizer,
-    Trainer,
-    TrainingArguments,
     pipeline,
 )
 
@@ -1281,91 +1279,3 @@ def test_question_answering_head_learns_to_point_at_a_span(tokenizer):
         output = model.eval()(**batch)
     assert output.start_logits.argmax(-1).tolist() == answers
     assert output.end_logits.argmax(-1).tolist() == [i + 1 for i in answers]
-
-
-def toy_examples(count=48, length=12, seed=0):
-    """The label says which of two tokens occurs, somewhere in noise; lengths differ."""
-    generator = torch.Generator().manual_seed(seed)
-    examples = []
-    for i in range(count):
-        ids = torch.randint(10, 96, (length - i % 4,), generator=generator)
-        ids[torch.randint(0, len(ids), (3,), generator=generator)] = 5 + i % 2
-        examples.append({"input_ids": ids.tolist(), "labels": i % 2})
-    return examples
-
-
-def collate(examples):
-    longest = max(len(example["input_ids"]) for example in examples)
-    rows = [example["input_ids"] + [0] * (longest - len(example["input_ids"])) for example in examples]
-    ids = torch.tensor(rows)
-    labels = torch.tensor([example["labels"] for example in examples])
-    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
-
-
-def make_trainer(model, folder, **arguments):
-    arguments = {"per_device_train_batch_size": 16, "learning_rate": 5e-3, "max_steps": 15, **arguments}
-    quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "seed": 0}
-    return Trainer(
-        model=model,
-        args=TrainingArguments(output_dir=str(folder), logging_steps=1, **quiet, **arguments),
-        train_dataset=toy_examples(),
-        data_collator=collate,
-    )
-
-
-@each_decay
-def test_trainer_fits_saves_and_reloads(tmp_path, decay_type):
-    torch.manual_seed(0)
-    model = LionForSequenceClassification(tiny_config(decay_type, num_labels=2, initializer_range=0.1))
-    decays = {name: parameter.detach().clone() for name, parameter in decay_parameters(model).items()}
-    trainer = make_trainer(model, tmp_path, max_steps=25)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < 0.3 < losses[0]
-    held_out = collate(toy_examples(seed=1))
-    with torch.no_grad():
-        logits = model.eval()(**held_out).logits
-    assert (logits.argmax(-1) == held_out["labels"]).double().mean() > 0.9  # half of them by chance
-    assert all(not torch.equal(p, decays[name]) for name, p in decay_parameters(model).items())
-
-    trainer.save_model()
-    for loader in (LionForSequenceClassification, AutoModelForSequenceClassification):
-        with torch.no_grad():
-            assert torch.equal(copy.deepcopy(loader.from_pretrained(tmp_path))(**held_out).logits, logits)
-
-
-@pytest.mark.parametrize("decay_type", ["fixed", "selective"])
-def test_trainer_exempts_decays_from_weight_decay(tmp_path, decay_type):
-    model = LionForSequenceClassification(tiny_config(decay_type))
-    names = make_trainer(model, tmp_path).get_decay_parameter_names(model)
-    assert any("qkv_proj.weight" in name for name in names)
-    assert not [name for name in names if name in decay_parameters(model)]
-
-
-class RecordedLoss(torch.optim.SGD):
-    """Keeps the gradients of its first step."""
-
-    def step(self, closure=None):
-        self.first = getattr(self, "first", None) or [p.grad.clone() for g in self.param_groups for p in g["params"]]
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("num_labels", [1, 2], ids=["regression", "classification"])
-def test_gradient_accumulation_does_not_change_the_step(tmp_path, num_labels):
-    """Sixteen examples at once or four times four: the same gradient."""
-    first = []
-    for size, steps in ((16, 1), (4, 4)):
-        model = build(LionForSequenceClassification, num_labels=num_labels)
-        optimizer = RecordedLoss(model.parameters(), lr=0.0)
-        trainer = make_trainer(
-            model,
-            tmp_path,
-            per_device_train_batch_size=size,
-            gradient_accumulation_steps=steps,
-            max_steps=1,
-            max_grad_norm=0.0,
-        )
-        trainer.optimizer = optimizer
-        trainer.train()
-        first.append(torch.cat([gradient.flatten() for gradient in optimizer.first]))
-    assert relative_error(first[1], first[0]) < 1e-4
