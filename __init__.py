@@ -4,21 +4,12 @@ Importing this package registers the family with Transformers' Auto classes, so 
 `pipeline` and `Trainer` work on LION folders as on any other.
 """
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForImageClassification,
-    AutoModelForMaskedImageModeling,
-    AutoModelForMaskedLM,
-    AutoModelForMultipleChoice,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+import transformers
 
 from .attention_lion import lion_attention
 from .configuration_lion import LionConfig
 from .modeling_lion import (
+    AUTO_CLASSES,
     LionForImageClassification,
     LionForMaskedImageModeling,
     LionForMaskedLM,
@@ -34,15 +25,9 @@ from .scan_order_lion import SCAN_ORDERS
 
 __version__ = "0.1.0"
 
-AutoConfig.register(LionConfig.model_type, LionConfig)
-AutoModel.register(LionConfig, LionModel)
-AutoModelForImageClassification.register(LionConfig, LionForImageClassification)
-AutoModelForMaskedImageModeling.register(LionConfig, LionForMaskedImageModeling)
-AutoModelForMaskedLM.register(LionConfig, LionForMaskedLM)
-AutoModelForMultipleChoice.register(LionConfig, LionForMultipleChoice)
-AutoModelForQuestionAnswering.register(LionConfig, LionForQuestionAnswering)
-AutoModelForSequenceClassification.register(LionConfig, LionForSequenceClassification)
-AutoModelForTokenClassification.register(LionConfig, LionForTokenClassification)
+transformers.AutoConfig.register(LionConfig.model_type, LionConfig)
+for auto_class, model_class in AUTO_CLASSES.items():
+    getattr(transformers, auto_class).register(LionConfig, model_class)
 
 __all__ = [
     "SCAN_ORDERS",

@@ -1,5 +1,6 @@
 """LION model configuration."""
 
+import os
 from difflib import get_close_matches
 from typing import Literal
 
@@ -165,6 +166,28 @@ class LionConfig(PreTrainedConfig):
             raise ValueError(f"`size` must be one of {accepted}, got {size!r} for modality {modality!r}")
         return cls(modality=modality, **{**sizes[size], **overrides})
 
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
+        """
+        Save the configuration and the code of the whole family: with it the folder loads where the library is not
+        installed, in every class that fits, by `trust_remote_code=True`.
+
+        Args:
+            save_directory (`str` or `os.PathLike`):
+                Folder, made if it does not exist.
+            push_to_hub (`bool`, *optional*, defaults to `False`):
+                Whether to upload what was saved.
+            kwargs (`dict[str, Any]`, *optional*):
+                As of [`~PreTrainedConfig.save_pretrained`].
+        """
+        # Not at the top, where it would be circular. As the code names all other files, Transformers takes them
+        # along wherever it copies this one.
+        from .modeling_lion import AUTO_CLASSES
+
+        own = {name: f"modeling_lion.{cls.__name__}" for name, cls in AUTO_CLASSES.items()}
+        others = {name: ref for name, ref in (getattr(self, "auto_map", None) or {}).items() if name not in own}
+        self.auto_map = {**own, **others}
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
     def __post_init__(self, **kwargs):
         self._refuse_misspelt(kwargs)
         if "pooling" in kwargs:
@@ -263,5 +286,8 @@ def count_patches(image_size, patch_size):
     """Rows and columns of patches that cover an image, both sizes as (height, width)."""
     return tuple(-(-pixels // patch) for pixels, patch in zip(image_size, patch_size, strict=True))
 
+
+# Has Transformers save this file and those that it imports beside every configuration.
+LionConfig.register_for_auto_class()
 
 __all__ = ["LionConfig"]

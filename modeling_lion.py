@@ -370,6 +370,13 @@ class LionPreTrainedModel(PreTrainedModel):
             raise ValueError(f'{type(self).__name__} needs a configuration with {accepted}, got "{config.modality}"')
         super().__init__(config, *inputs, **kwargs)
 
+    @classmethod
+    def from_pretrained(cls, *args, use_safetensors: bool | None = None, **kwargs):
+        """As everywhere in Transformers, but weights are read from safetensors alone: a pickle is a program."""
+        if use_safetensors is False:
+            raise ValueError("`use_safetensors` must not be False: LION models are not read from pickles")
+        return super().from_pretrained(*args, use_safetensors=True, **kwargs)
+
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
         if isinstance(module, LionImageEmbeddings):
@@ -968,7 +975,21 @@ class LionForMaskedImageModeling(LionPreTrainedModel):
         return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)[..., :height, :width]
 
 
+# What each Auto class builds, where the package is installed and from a saved folder alike.
+AUTO_CLASSES = {
+    "AutoModel": LionModel,
+    "AutoModelForImageClassification": LionForImageClassification,
+    "AutoModelForMaskedImageModeling": LionForMaskedImageModeling,
+    "AutoModelForMaskedLM": LionForMaskedLM,
+    "AutoModelForMultipleChoice": LionForMultipleChoice,
+    "AutoModelForQuestionAnswering": LionForQuestionAnswering,
+    "AutoModelForSequenceClassification": LionForSequenceClassification,
+    "AutoModelForTokenClassification": LionForTokenClassification,
+}
+
+
 __all__ = [
+    "AUTO_CLASSES",
     "LionForImageClassification",
     "LionForMaskedImageModeling",
     "LionForMaskedLM",
