@@ -6,8 +6,9 @@
 The folder is checked first: in a fresh process without this package, offline, every head must load by the code in the
 folder and give what this package gives, bit by bit. The token is that of `hf auth login` or of HF_TOKEN.
 
-Of the folder only what belongs to the model is uploaded, no checkpoints, logs or pickles; results.json without the local
-paths in it. A README.md in the folder is uploaded as it is; where there is none, the card of scripts/model_card.py is.
+Of the folder only what belongs to the model is uploaded, no checkpoints, logs or pickles; results.json without the
+local paths in it. A README.md in the folder is uploaded as it is; where there is none, the card of
+scripts/model_card.py is.
 """
 
 import argparse

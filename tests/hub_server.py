@@ -48,7 +48,7 @@ class HubServer(ThreadingHTTPServer):
         self.repositories, self.blobs, self.requests = {}, {}, []
 
     def __enter__(self):
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=[0.02], daemon=True).start()
         return self
 
     def __exit__(self, *_):
@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise HubError(self.server.failures[name], f"{name} fails")
             status, content, headers = getattr(self, name)(**match)
         except HubError as error:
-            status, headers = error.status, {"X-Error-Code": error.code, "X-Error-Message": str(error)}
+            status, headers = error.status, {"X-Error-Code": error.code}
             content = {"error": f"{error} ({self.headers.get('Authorization')})"}
         if isinstance(content, bytes):
             headers = {"Content-Type": "application/octet-stream", **headers}
