@@ -1,12 +1,16 @@
 """What the tests of text models and of image models share: comparisons, gradients, and a layer's float64 reference."""
 
+import json
 import math
 import re
 from pathlib import Path
 
 import torch
 from oracle import loop_weights
+from standalone import outputs_of
 from torch import nn
+
+import lion_transformers
 
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -27,14 +31,6 @@ def build_from(cls, config, *, seed=0, dtype=torch.float32):
         for parameter in model.parameters():
             parameter += 0.15 * torch.randn_like(parameter)
     return model.to(dtype).eval()
-
-
-def outputs_of(output):
-    """What a model was built to give: hidden states, or what its head makes of them."""
-    for name in ("logits", "reconstruction", "last_hidden_state"):
-        if name in output:
-            return output[name]
-    return torch.stack([output.start_logits, output.end_logits], -1)
 
 
 def gradients(model, batch, **kwargs):
@@ -79,6 +75,21 @@ def assert_close(actual, expected, tolerance=1e-5):
 def assert_same_state(actual, expected):
     assert actual.keys() == expected.keys()
     assert not [name for name, x in expected.items() if not torch.equal(actual[name], x)]
+
+
+def assert_carries_code(folder):
+    """A folder holds the model files as they are, and its configuration names all classes in them."""
+    root = Path(lion_transformers.__file__).parent
+    for name in ("attention_lion.py", "configuration_lion.py", "modeling_lion.py", "scan_order_lion.py"):
+        assert Path(folder, name).read_bytes() == (root / name).read_bytes(), name
+    auto_map = json.loads(Path(folder, "config.json").read_text())["auto_map"]
+    heads = ["MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice"]
+    heads += ["ImageClassification", "MaskedImageModeling"]
+    assert auto_map == {
+        "AutoConfig": "configuration_lion.LionConfig",
+        "AutoModel": "modeling_lion.LionModel",
+        **{f"AutoModelFor{head}": f"modeling_lion.LionFor{head}" for head in heads},
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -672,7 +672,8 @@ def test_exactly_one_of_ids_and_embeddings_is_needed(cls):
 
 def test_position_ids_choose_rows_of_the_table():
     model, batch = build(LionModel, "none"), make_batch()
-    permutation = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    permutation = torch.cat([torch.zeros(1, dtype=torch.long), 1 + torch.randperm(39, generator=generator)])
     with torch.no_grad():
         plain = model(**batch).last_hidden_state
         assert torch.equal(model(**batch, position_ids=torch.arange(24)[None]).last_hidden_state, plain)
@@ -685,9 +686,9 @@ def test_position_ids_choose_rows_of_the_table():
 
 
 @pytest.mark.parametrize("decay_type", ["fixed", "selective"])
-def test_position_ids_mean_nothing_under_decays(decay_type):
+def test_positions_but_0_which_begins_a_sequence_mean_nothing_under_decays(decay_type):
     model, batch = build(LionModel, decay_type), make_batch()
-    shuffled = torch.randperm(24, generator=torch.Generator().manual_seed(0))[None]
+    shuffled = 1 + torch.randperm(24, generator=torch.Generator().manual_seed(0))[None]
     with torch.no_grad():
         expected = model(**batch).last_hidden_state
         assert torch.equal(model(**batch, position_ids=shuffled).last_hidden_state, expected)
@@ -1021,7 +1022,7 @@ def test_resized_vocabulary(tmp_path, new_size, multiple, expected, tied):
         assert_close(check(cls.from_pretrained(tmp_path)).logits, output.logits)
 
 
-def test_grown_then_shrunk_vocabulary_is_the_old_model():
+def test_f11_grown_then_shrunk_vocabulary_is_the_old_model(tmp_path):
     model, batch = build(LionForMaskedLM), make_batch()
     with torch.no_grad():
         expected = model(**batch).logits
@@ -1030,6 +1031,14 @@ def test_grown_then_shrunk_vocabulary_is_the_old_model():
         assert_close(grown[..., :96], expected)
         model.resize_token_embeddings(96)
         assert_close(model(**batch).logits, expected)
+    model.save_pretrained(tmp_path)
+    for survivor in (model, LionForMaskedLM.from_pretrained(tmp_path)):
+        table = survivor.get_input_embeddings().weight
+        assert survivor.config.vocab_size == len(table) == len(survivor.decoder.bias) == 96
+        assert survivor.decoder.weight.data_ptr() == table.data_ptr() and survivor.decoder.bias.isfinite().all()
+        output = survivor(**batch, labels=batch["input_ids"])
+        assert_close(output.logits, expected)
+        assert output.loss.isfinite()
 
 
 @pytest.mark.parametrize("tied", [True, False])

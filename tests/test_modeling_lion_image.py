@@ -4,13 +4,8 @@ import copy
 import itertools
 import json
 import math
-import os
 import re
-import shutil
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,7 +46,6 @@ from transformers import (
     pipeline,
 )
 
-import lion_transformers
 from lion_transformers import (
     SCAN_ORDERS,
     LionConfig,
@@ -951,62 +945,6 @@ def test_a_saved_form_pooling_and_scan_order_come_back(tmp_path, decay_type):
         states = model.lion(pixel_values=images).last_hidden_state
         assert_close(loaded(pixel_values=images).logits, model.classifier(states.mean(1)))
         assert_close(other(pixel_values=images).logits, model.classifier(states[:, 0]))
-
-
-# Run where the package is not imported, as by someone who only has the folder.
-STANDS_ALONE = """
-import sys
-import torch
-from transformers import (
-    AutoModel, AutoModelForImageClassification, AutoModelForMaskedImageModeling, Trainer, TrainingArguments
-)
-
-folder = sys.argv[1]
-encoder = AutoModel.from_pretrained(folder, trust_remote_code=True)
-images = torch.randn(4, 3, 12, 10)
-data = {
-    AutoModelForImageClassification: [{"pixel_values": image, "labels": i % 3} for i, image in enumerate(images)],
-    AutoModelForMaskedImageModeling: [
-        {"pixel_values": image, "bool_masked_pos": torch.arange(15) % 2 == 0} for image in images
-    ],
-}
-for auto_class, rows in data.items():
-    model, info = auto_class.from_pretrained(folder, num_labels=3, trust_remote_code=True, output_loading_info=True)
-    for name, parameter in encoder.named_parameters():
-        assert torch.equal(parameter, model.lion.get_parameter(name)), name
-    new = [model.get_parameter(name) for name in info["missing_keys"]]
-    assert new and all(parameter.isfinite().all() and parameter.abs().max() < 0.2 for parameter in new)
-    arguments = TrainingArguments(
-        f"{folder}/out", max_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to="none", logging_steps=1,
-        remove_unused_columns=False,
-    )
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
-    trainer.train()
-    assert trainer.state.global_step == 2
-assert "lion_transformers" not in sys.modules
-print(torch.equal(encoder(pixel_values=torch.ones(1, 3, 12, 10)).last_hidden_state, torch.load(f"{folder}/expected")))
-"""
-
-
-def test_f9_a_folder_with_the_model_files_stands_alone(tmp_path):
-    folder = tmp_path / "image-folder"
-    model = build(LionModel, scan_order="serpentine")
-    model.config.auto_map = {"AutoConfig": "configuration_lion.LionConfig"} | {
-        auto_class.__name__: f"modeling_lion.{cls.__name__}" for cls, auto_class in AUTO_CLASSES.items()
-    }
-    model.save_pretrained(folder)
-    for file in Path(lion_transformers.__file__).parent.glob("*_lion.py"):
-        shutil.copy(file, folder)
-    with torch.no_grad():
-        torch.save(copy.deepcopy(model)(pixel_values=torch.ones(1, 3, 12, 10)).last_hidden_state, folder / "expected")
-    script = tmp_path / "stands_alone.py"
-    script.write_text(STANDS_ALONE)
-    environment = os.environ | {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(
-        [sys.executable, "-I", script, folder], env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == "True"
 
 
 def test_sizes_in_the_error_are_those_of_the_images_not_of_whole_patches():

@@ -16,6 +16,7 @@ import training_checks
 import yaml
 from accelerate import Accelerator
 from datasets import Dataset
+from modeling_checks import assert_carries_code
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
@@ -620,6 +621,13 @@ def test_a_run_learns_and_leaves_every_file(tokenizer, corpus, tmp_path):
     run_and_check([sys.executable, SCRIPT, *FILES.split(), *continued], tmp_path)
     again = json.loads((tmp_path / "again" / "results.json").read_text())
     assert again["before"]["eval_loss"] == pytest.approx(after["eval_loss"], rel=1e-6)
+
+
+def test_every_folder_of_a_run_carries_the_code_of_its_model(tokenizer, corpus, monkeypatch):
+    lion = ["--config", ",".join(f"{name}={value}" for name, value in TINY.items())]
+    run_script(monkeypatch, *lion, *SHORT, "--max_steps", "1")
+    assert_carries_code("out")
+    assert_carries_code("out/checkpoint-1")
 
 
 def test_lion_is_pretrained_from_a_recipe_and_a_csv_stream(tokenizer, corpus, monkeypatch, tmp_path):

@@ -20,6 +20,7 @@ import yaml
 from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from matplotlib.figure import Figure
+from modeling_checks import assert_carries_code
 from sklearn.datasets import load_digits
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchvision.transforms import v2
@@ -1071,6 +1072,13 @@ def test_a_teacher_teaches(colors, monkeypatch):
         model = AutoModelForImageClassification.from_pretrained(kind)
         assert (model(torch.randn(20, 3, 8, 8)).logits.argmax(-1) == 1).all()
         assert results_in(kind)["after"]["eval_top1"] == pytest.approx(1 / 3)
+
+
+def test_every_folder_of_a_run_carries_the_code_of_its_model(colors, monkeypatch):
+    lion = ["--config", ",".join(f"{name}={value}" for name, value in {**TINY_VIT, "modality": "image"}.items())]
+    run_script(monkeypatch, *lion, *SHORT, *PLAIN.split(), "--ema_decay", "0.5")
+    for folder in ("out", "out/checkpoint-1", "out/checkpoint-1/ema"):
+        assert_carries_code(folder)
 
 
 def test_any_classifier_of_transformers_is_trained(colors, monkeypatch):
