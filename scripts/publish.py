@@ -234,15 +234,17 @@ def hub_errors(repo_id: str, token: str) -> Iterator[None]:
 
 
 def explain(error: BaseException, repo_id: str) -> str:
-    if not isinstance(error, HfHubHTTPError):
-        return f"no connection to the Hub, so that all was uploaded or nothing: {one_line(error)}"
-    status = error.response.status_code
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if status == 401:
         reason = "the Hub does not know the token, run `hf auth login` or set HF_TOKEN to a valid one"
     elif status == 403:
         reason = f"the token may not write to {repo_id}: the name is somebody else's, or the token only reads"
-    else:
+    elif status is not None:
         reason = f"the Hub answered with status {status}, {one_line(error.server_message or error)}"
+    elif isinstance(error, ValueError):  # a card that the Hub does not take
+        reason = one_line(error)
+    else:
+        return f"no connection to the Hub, so that all was uploaded or nothing: {one_line(error)}"
     return f"nothing was uploaded: {reason}."
 
 

@@ -433,7 +433,8 @@ def test_a_card_written_by_hand_is_kept(folder, hub, checked_heads, monkeypatch,
 
 def test_a_card_that_the_hub_refuses_stops_the_upload(folder, hub, checked_heads, monkeypatch, capsys):
     (folder / "README.md").write_text("---\njust words\n---\n")
-    assert "metadata must be a mapping" in publish_fails(folder, monkeypatch, capsys)
+    message = publish_fails(folder, monkeypatch, capsys)
+    assert "nothing was uploaded: " in message and "metadata must be a mapping" in message
     assert set(hub.repositories["alice/text"].files) == {".gitattributes"}
 
 
