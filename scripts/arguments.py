@@ -99,7 +99,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
         return action.help if action.default in (None, [], {}) else super()._get_help_string(action)
 
 
-class _Parser(HfArgumentParser):
+class Parser(HfArgumentParser):
     def error(self, message):
         raise UsageError(message)
 
@@ -123,7 +123,7 @@ def parse_arguments(
         UsageError: an unknown key or argument (close matches are named), a value of the wrong type, a missing recipe.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = _Parser(
+    parser = Parser(
         dataclass_types,
         description=description,
         formatter_class=_HelpFormatter,
@@ -149,7 +149,7 @@ def _field_names(dataclass_types: Sequence[type]) -> list[str]:
 
 
 def _load_recipe(argv: Sequence[str]) -> dict[str, Any]:
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe")
     given = parser.parse_known_args(argv)[0].recipe
     if given is None:

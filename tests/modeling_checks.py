@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import torch
+from folder_tasks import outputs_of
 from oracle import loop_weights
 from safetensors.torch import load_file
-from standalone import outputs_of
 from torch import nn
 
 import lion_transformers

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from modeling_checks import DECAYS, assert_close, assert_same_state, decay_parameters
+from modeling_checks import DECAYS, assert_close, assert_same_state, decay_parameters, relative_error
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from transformers import (
     AutoModelForQuestionAnswering,
@@ -318,7 +318,7 @@ def test_accumulated_gradients_are_those_of_the_large_batch(tmp_path, num_labels
         model = new_model(num_labels=num_labels)
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "max_grad_norm": 0.0}
         trainer = make_trainer(tmp_path, model, max_steps=1, **sizes)
-        trainer.optimizer = RecordedLoss(model.parameters(), lr=0.0)
+        trainer.optimizer = optimizer = RecordedLoss(model.parameters(), lr=0.0)
         trainer.train()
-        first.append(torch.cat([gradient.flatten() for gradient in trainer.optimizer.first]))
+        first.append(torch.cat([gradient.flatten() for gradient in optimizer.first]))
     assert relative_error(first[1], first[0]) < 1e-5
