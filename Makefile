@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Two test workers with one thread each: tiny models gain nothing from more threads.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: install demo demo-image test test-slow lint format bench clean
+.PHONY: install demo demo-image test test-slow test-hf lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -26,6 +26,11 @@ test: install
 test-slow: install
 	$(TEST) -m slow
 
+# Transformers' own model tests over the family; its source distribution holds them.
+test-hf: install
+	$(BIN)/python tests/hf/fetch.py
+	HF_HUB_OFFLINE=1 $(TEST) tests/hf
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,4 +44,4 @@ bench: install
 	$(BIN)/python scripts/benchmark.py forms
 
 clean:
-	rm -rf $(VENV) outputs build dist *.egg-info
+	rm -rf $(VENV) .transformers outputs build dist *.egg-info
