@@ -55,6 +55,7 @@ class EncoderTests(modeling_tests.ModelTesterMixin):
     """All tests; `not_applicable` names those that are skipped, with the reason."""
 
     not_applicable = {}
+    test_can_init_all_missing_weights_before_2023 = True  # whatever year the file of the model says
 
     def setUp(self):
         if self._testMethodName in self.not_applicable:
