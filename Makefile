@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 CARD := $(BIN)/python scripts/model_card.py --license apache-2.0
 
-.PHONY: install demo demo-image cards test test-slow lint format bench clean
+.PHONY: install demo demo-image cards test test-slow test-hf lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -34,6 +34,11 @@ test: install
 test-slow: install
 	$(TEST) -m slow
 
+# Transformers' own model tests over the family; its source distribution holds them.
+test-hf: install
+	$(BIN)/python tests/hf/fetch.py
+	HF_HUB_OFFLINE=1 $(TEST) tests/hf
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -47,4 +52,4 @@ bench: install
 	$(BIN)/python scripts/benchmark.py forms
 
 clean:
-	rm -rf $(VENV) outputs build dist *.egg-info
+	rm -rf $(VENV) .transformers outputs build dist *.egg-info

@@ -126,8 +126,11 @@ def lion_attention(
                 weights = weights * _mean_decay_mask(gates, scan)
             if diagonal == "doubled":
                 weights = weights + weights.diagonal(dim1=-2, dim2=-1).diag_embed()
-            values = nn.functional.dropout(weights, dropout_p) @ v
             row_sums = weights.sum(-1, keepdim=True) if normalize else None
+            if return_weights and normalize:
+                # The matrix that is returned is the one that is applied: gradients of the output reach it.
+                weights, row_sums = weights / (row_sums + eps), None
+            values = nn.functional.dropout(weights, dropout_p) @ v
         else:
             if normalize:
                 v = nn.functional.pad(v, (0, 1), value=1.0)  # the row sums ride along in the same pass
@@ -136,13 +139,10 @@ def lion_attention(
                 values = values + (q * k).sum(-1, keepdim=True) * v
             values, row_sums = (values[..., :-1], values[..., -1:]) if normalize else (values, None)
 
-        if normalize:
+        if row_sums is not None:
             values = values / (row_sums + eps)
         output = values.to(output_dtype)
-        if not return_weights:
-            return output
-        weights = weights / (row_sums + eps) if normalize else weights
-        return output, weights.to(weights_dtype)
+        return (output, weights.to(weights_dtype)) if return_weights else output
 
 
 def choose_mode(length: int, has_decay: bool) -> str:

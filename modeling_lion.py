@@ -34,6 +34,9 @@ logger = logging.get_logger(__name__)
 # In tokens: of the fastest head under `decay_init="multiscale"`; that of the slowest is the length of a sequence.
 SHORTEST_TIME_CONSTANT = 4.0
 
+# What holds decays, by decay type: their whole names, as `_keep_in_fp32_modules_strict` wants them.
+FP32_MODULES = {"none": [], "fixed": ["decay_bias"], "selective": ["decay_bias_proj"]}
+
 
 class LionEmbeddings(nn.Module):
     """Word, token type and, where the configuration has them, absolute position embeddings."""
@@ -380,7 +383,6 @@ class LionPreTrainedModel(PreTrainedModel):
     input_modalities = ("text",)
     supports_gradient_checkpointing = True
     _no_split_modules = ["LionEmbeddings", "LionImageEmbeddings", "LionLayer"]
-    _keep_in_fp32_modules_strict = ["decay_bias"]
     _can_compile_fullgraph = True
     _can_record_outputs = {
         "hidden_states": LionLayer,
@@ -393,6 +395,7 @@ class LionPreTrainedModel(PreTrainedModel):
             accepted = " or ".join(f'modality="{modality}"' for modality in self.input_modalities)
             raise ValueError(f'{type(self).__name__} needs a configuration with {accepted}, got "{config.modality}"')
         super().__init__(config, *inputs, **kwargs)
+        self._keep_in_fp32_modules_strict = FP32_MODULES[config.decay_type]
 
     @classmethod
     def from_pretrained(cls, *args, use_safetensors: bool | None = None, **kwargs):
@@ -732,8 +735,8 @@ def _classification_loss(
     model: LionPreTrainedModel, logits: torch.Tensor, labels: torch.Tensor, kwargs: dict
 ) -> torch.Tensor:
     """The library's loss by problem type, for sequences and images, `(batch, num_labels)` logits."""
-    if model.config.num_labels == 1:  # regression, also to integers
-        labels = labels.to(logits.dtype)
+    if model.config.num_labels == 1 and model.config.problem_type != "single_label_classification":
+        labels = labels.to(logits.dtype)  # regression, also to integers
     kwargs = _count_targets(labels, kwargs)
     loss = model.loss_function(labels, logits, model.config, **kwargs)
     if model.config.problem_type != "single_label_classification":

@@ -916,6 +916,14 @@ def test_regression_to_several_numbers():
     assert output.loss.item() == pytest.approx(squared_error(output.logits, labels) / 9, rel=1e-5)
 
 
+def test_one_class_is_a_classification_where_the_problem_type_says_so():
+    model = build(LionForSequenceClassification, num_labels=1)
+    model.config.problem_type = "single_label_classification"  # as Transformers' own test sets it
+    with torch.no_grad():
+        output = model(**make_batch(), labels=torch.zeros(3, dtype=torch.long))
+    assert output.loss.item() == 0.0  # the only class has probability 1
+
+
 def test_several_labels_at_once():
     model = build(LionForSequenceClassification, problem_type="multi_label_classification")
     labels = torch.tensor([[1.0, 0, 1], [0, 0, 0], [0, 1, 0]])
