@@ -46,20 +46,22 @@ def build(tmp_path):
     return build
 
 
-def train(model, folder, epochs):
+def train(model, folder, *, repetitions):
+    """One epoch over the pairs, each of them met `repetitions` times."""
     trainer = SentenceTransformerTrainer(
         model=model,
         args=SentenceTransformerTrainingArguments(
             str(folder),
-            num_train_epochs=epochs,
+            num_train_epochs=1,
             per_device_train_batch_size=len(SUBJECTS),
             learning_rate=1e-3,
+            batch_sampler="no_duplicates",  # each batch holds every pair once
             report_to="none",
             save_strategy="no",
             logging_strategy="no",
             seed=0,
         ),
-        train_dataset=Dataset.from_dict(PAIRS),
+        train_dataset=Dataset.from_dict({name: texts * repetitions for name, texts in PAIRS.items()}),
         loss=MultipleNegativesRankingLoss(model),
     )
     trainer.train()
@@ -83,7 +85,7 @@ def ranking_loss(model):
 def test_an_epoch_brings_pairs_together(decay_type, build, tmp_path):
     model = build(decay_type)
     before = ranking_loss(model)
-    train(model, tmp_path / "run", epochs=1)
+    train(model, tmp_path / "run", repetitions=10)
     assert ranking_loss(model) < before
 
 
@@ -91,7 +93,7 @@ def test_training_finds_every_pair(build, tmp_path):
     model = build("selective")
     untrained = similarities(model).argmax(-1)
     assert not torch.equal(untrained, torch.arange(len(SUBJECTS)))
-    train(model, tmp_path / "run", epochs=20)
+    train(model, tmp_path / "run", repetitions=30)
     assert torch.equal(similarities(model).argmax(-1), torch.arange(len(SUBJECTS)))
 
 
