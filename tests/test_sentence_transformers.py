@@ -54,7 +54,7 @@ def train(model, folder, *, repetitions):
             str(folder),
             num_train_epochs=1,
             per_device_train_batch_size=len(SUBJECTS),
-            learning_rate=1e-3,
+            learning_rate=3e-3,
             batch_sampler="no_duplicates",  # each batch holds every pair once
             report_to="none",
             save_strategy="no",
@@ -84,17 +84,12 @@ def ranking_loss(model):
 @each_decay
 def test_an_epoch_brings_pairs_together(decay_type, build, tmp_path):
     model = build(decay_type)
+    own = torch.arange(len(SUBJECTS))
     before = ranking_loss(model)
-    train(model, tmp_path / "run", repetitions=10)
-    assert ranking_loss(model) < before
-
-
-def test_training_finds_every_pair(build, tmp_path):
-    model = build("selective")
-    untrained = similarities(model).argmax(-1)
-    assert not torch.equal(untrained, torch.arange(len(SUBJECTS)))
-    train(model, tmp_path / "run", repetitions=30)
-    assert torch.equal(similarities(model).argmax(-1), torch.arange(len(SUBJECTS)))
+    assert not torch.equal(similarities(model).argmax(-1), own)
+    train(model, tmp_path / "run", repetitions=40)
+    assert ranking_loss(model) < before / 2
+    assert torch.equal(similarities(model).argmax(-1), own)
 
 
 @each_decay
