@@ -116,7 +116,7 @@ class LionImageEmbeddings(nn.Module):
         if bool_masked_pos is not None:
             tokens = self._mask(tokens, bool_masked_pos)
         if self.cls_token is not None:
-            tokens = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], 1)
+            tokens = torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], 1)
         if self.position_embeddings is not None:
             tokens = tokens + self._positions(pixel_values, interpolate_pos_encoding)
         return self.dropout(tokens)  # (batch, length, hidden_size)
@@ -353,7 +353,7 @@ class LionPooler(nn.Module):
         if attention_mask is None:
             return hidden_states[:, 0]
         first = attention_mask.int().argmax(-1)  # padding may be on the left
-        return hidden_states[torch.arange(len(first), device=first.device), first]
+        return hidden_states[torch.arange(first.shape[0], device=first.device), first]
 
     @staticmethod
     def _mean(hidden_states, attention_mask):
