@@ -13,7 +13,10 @@ def pytest_configure(config):
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter):
-    """A table of the tests of each family. A test counts as skipped as soon as it is for one of the heads."""
+    """A table of the tests of each family.
+
+    A test that every head skips in a subtest of its own counts as skipped here; pytest's last line calls it passed.
+    """
     reports = [report for stats in terminalreporter.stats.values() for report in stats if hasattr(report, "outcome")]
     outcomes = {}
     for report in sorted(reports, key=lambda report: OUTCOMES.index(report.outcome)):
