@@ -25,6 +25,7 @@ demo-image: install
 cards: install
 	rm -f model_cards/*.md
 	$(CARD) outputs/demo/pretrained --repo_id lion-transformers/lion-s-reviews --output_file model_cards/lion-s-reviews.md
+	$(CARD) outputs/demo/finetuned --repo_id lion-transformers/lion-s-sentiment --output_file model_cards/lion-s-sentiment.md
 	for model in lion-lit lion-d lion-s lion-d-natural lion-s-natural; do $(CARD) outputs/demo-image/$$model \
 		--repo_id lion-transformers/$$model-digits --output_file model_cards/$$model-digits.md || exit 1; done
 
