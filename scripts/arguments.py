@@ -130,7 +130,7 @@ def parse_arguments(
     recipe = _load_recipe(argv)
     names = [field.name for dataclass_type in dataclass_types for field in dataclasses.fields(dataclass_type)]
     *parsed, _, unknown = parser.parse_args_into_dataclasses(
-        [*_as_arguments(recipe, names), *argv], return_remaining_strings=True, look_for_args_file=False
+        [*as_arguments(recipe, names), *argv], return_remaining_strings=True, look_for_args_file=False
     )
     if unknown:
         name = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
@@ -157,7 +157,16 @@ def _load_recipe(argv: Sequence[str]) -> dict[str, Any]:
     return recipe
 
 
-def _as_arguments(recipe: dict[str, Any], names: Sequence[str]) -> list[str]:
+def as_arguments(recipe: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """A recipe as a command line.
+
+    Args:
+        recipe: argument → value.
+        names: all arguments there are.
+
+    Raises:
+        UsageError: an unknown key (close matches are named).
+    """
     arguments = []
     for name, value in recipe.items():
         if name not in names:
