@@ -12,8 +12,8 @@ The command line overrides the settings of a task (`tasks` in the recipe), these
 defaults. Every task and seed is a run in output_dir/<task>/seed-<seed>, which leaves the model of its best evaluation,
 its predictions for the test set and results.json. A call that was stopped goes on with the same command: finished runs
 are not done again, an unfinished one begins anew. MNLI comes first, and RTE, MRPC and STS-B start from its best model,
-with new heads. At the end output_dir has glue.md, glue.json, glue.png and, from the best seeds, a submission. Not here:
-resuming within a run, DeepSpeed, the diagnostic set AX.
+with new heads. At the end output_dir has glue.md, glue.json and glue.png over all runs in it and, from the best seeds,
+a submission. Not here: resuming within a run, DeepSpeed, the diagnostic set AX.
 """
 
 import itertools
@@ -232,8 +232,8 @@ def check_output_dir(output_dir: Path, overwrite: bool) -> None:
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
     if not overwrite and (foreign := sorted(name for name in names - OUTPUT_NAMES if not name.startswith("."))):
         raise UsageError(
-            f"output_dir {output_dir} has {foreign[0]}, which is not of GLUE; --overwrite_output_dir trains into it all"
-            " the same."
+            f"output_dir {output_dir} has {foreign[0]}, which is not of GLUE; --overwrite_output_dir trains into it"
+            " all the same."
         )
 
 
@@ -269,7 +269,7 @@ def load_model(
     }
     loading = {}
     if args.model_name_or_path:
-        loading["ignore_mismatched_sizes"] = args.ignore_mismatched_sizes
+        loading["ignore_mismatched_sizes"] = has_other_labels(args, task)
     else:
         settings |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     model = build_model(args, AutoModelForSequenceClassification, settings, **loading)
@@ -382,7 +382,6 @@ def compute_metrics(task: Task, parts: dict[str, tuple[Tensor, Tensor]]) -> dict
     losses, metrics, scores = [], {}, []
     for part, (logits, labels) in parts.items():
         losses.append(sum_loss(task, logits, labels).item())
-        # A new one every time: `evaluate` locks and removes its files as it computes.
         metric = evaluate.load(METRIC, task.name, keep_in_memory=True)
         values = metric.compute(predictions=decide(task, logits), references=labels.tolist())
         scores.append(values.pop("combined_score"))
@@ -462,8 +461,7 @@ def prepare(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        # One batch now: too few examples are found before anything else takes time.
-        batches=itertools.chain([next(batches)], batches),
+        batches=batches,
         num_micro_batches=num_micro_batches,
         state=TrainerState(max_steps),
         task=task,
@@ -509,15 +507,22 @@ def train_and_save(job: Job, splits: dict[str, Dataset], tokenizer: PreTrainedTo
 
 def load_tasks(jobs: list[Job], accelerator: Accelerator) -> dict[str, dict[str, Dataset]]:
     """The data of all tasks, so that what is wrong with any of them is found before anything is trained."""
-    tasks = {job.task.name: job for job in jobs}
     loaded = {}
-    for name, job in tasks.items():
-        args = job.arguments.training
+    for name, job in {job.task.name: job for job in jobs}.items():
         with accelerator.main_process_first():
-            loaded[name] = load_task(job.task, job.arguments.data, alone=len(args.chosen_tasks) == 1)
+            alone = len(job.arguments.training.chosen_tasks) == 1
+            loaded[name] = load_task(job.task, job.arguments.data, alone)
         check_labels(job.arguments.model, job.task)
-        accumulation_steps(args.global_train_batch_size, args.per_device_train_batch_size, accelerator.num_processes)
+        check_batches(job, len(loaded[name]["train"]), accelerator.num_processes)
     return loaded
+
+
+def check_batches(job: Job, num_examples: int, num_processes: int) -> None:
+    args = job.arguments.training
+    accumulation_steps(args.global_train_batch_size, args.per_device_train_batch_size, num_processes)
+    at_once = args.per_device_train_batch_size * num_processes
+    if num_examples < at_once:
+        raise UsageError(f"{job.task.title} has {num_examples} training examples, too few for a batch of {at_once}.")
 
 
 def load_task_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
@@ -534,12 +539,11 @@ def main() -> None:
     accelerator = make_accelerator(args)
     rows = load_tasks(pending, accelerator)
     tokenizer = load_task_tokenizer(arguments.model) if pending else None
-    for name, runs in itertools.groupby(pending, key=lambda job: job.task.name):
-        splits = None
+    for name, group in itertools.groupby(pending, key=lambda job: job.task.name):
+        runs = list(group)
+        with accelerator.main_process_first():
+            splits = encode(TASKS[name], rows.pop(name), tokenizer, runs[0].arguments.data.max_seq_length)
         for job in runs:
-            if splits is None:
-                with accelerator.main_process_first():
-                    splits = encode(job.task, rows[name], tokenizer, job.arguments.data.max_seq_length)
             train_and_save(job, splits, tokenizer, output_dir)
     if accelerator.is_main_process:
         print(write_report(output_dir, compared))
