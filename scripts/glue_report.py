@@ -50,11 +50,8 @@ def summarise(output_dir: Path) -> dict[str, Any]:
     finished = {task: finished_runs(output_dir, task) for task in TASKS}
     tasks = {task: _summarise_task(runs) for task, runs in finished.items() if runs}
     averaged = [task for task in TASKS if task not in LEFT_OUT_OF_AVERAGE]
-    complete = all(task in tasks for task in averaged)
-    average = (
-        statistics.mean(tasks[task]["metrics"]["combined_score"]["mean"] for task in averaged) if complete else None
-    )
-    return {"tasks": tasks, "average": average}
+    scores = [tasks[task]["metrics"]["combined_score"]["mean"] for task in averaged if task in tasks]
+    return {"tasks": tasks, "average": statistics.mean(scores) if len(scores) == len(averaged) else None}
 
 
 def _summarise_task(runs: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -86,11 +83,8 @@ def read_summaries(folders: list[str], name: str) -> dict[str, dict[str, Any]]:
             raise UsageError(f"{folder} has no glue.json to compare with.")
         compared = Path(folder).resolve().name
         if compared == name or compared in summaries:
-            raise UsageError(
-                f"two of the folders to compare are called {compared}, by which the table tells them apart."
-            )
-        summary = json.loads(file.read_text(encoding="utf-8"))["models"]
-        summaries[compared] = summary[compared]
+            raise UsageError(f"two folders to compare are called {compared}, by which the table tells them apart.")
+        summaries[compared] = next(iter(json.loads(file.read_text(encoding="utf-8"))["models"].values()))  # its own
     return summaries
 
 
@@ -123,8 +117,10 @@ def make_table(summaries: dict[str, dict[str, Any]]) -> str:
 
 
 def _metric_title(name: str) -> str:
-    part, _, metric = name.rpartition("matched_")
-    return f"{METRIC_TITLES[metric]}, {part}matched" if part or metric != name else METRIC_TITLES[metric]
+    """MNLI's begin with the part of the evaluation set."""
+    metric = next(metric for metric in METRIC_TITLES if name.endswith(metric))
+    part = name.removesuffix(metric).rstrip("_")
+    return f"{METRIC_TITLES[metric]}, {part}" if part else METRIC_TITLES[metric]
 
 
 def _cell(summary: dict[str, Any], metric: str) -> str:

@@ -143,8 +143,11 @@ class GlueArguments(TrainingArguments):
         super().__post_init__()
         check_range(self, ["warmup_ratio"], low=0, below=1)
         check_range(self, ["early_stopping_patience"], low=1)
-        for name in {*self.task_name, *self.tasks} - {*TASKS, "all"}:
-            raise UsageError(f"GLUE has no task {name}, only {', '.join(TASKS)}.")
+        if unknown := [name for name in [*self.task_name, *self.tasks] if name not in {*TASKS, "all"}]:
+            raise UsageError(f"GLUE has no task {unknown[0]}, only {', '.join(TASKS)}.")
+        for name, settings in self.tasks.items():
+            if not isinstance(settings, dict):
+                raise UsageError(f"the settings of {name} in tasks must be a mapping of arguments, got {settings}.")
 
     @property
     def chosen_tasks(self) -> list[str]:
@@ -209,7 +212,7 @@ def parse(argv: list[str]) -> tuple[Arguments, list[Job]]:
     jobs = []
     for name in arguments.training.chosen_tasks:
         # Settings of a task become a command line that stands before the given one, which wins.
-        settings = as_arguments(arguments.training.tasks.get(name) or {}, names)
+        settings = as_arguments(arguments.training.tasks.get(name, {}), names)
         jobs += jobs_of_task(TASKS[name], Arguments(*parse_arguments(kinds, [*settings, *argv])))
     return arguments, jobs
 
@@ -396,7 +399,7 @@ def compute_metrics(task: Task, parts: dict[str, tuple[Tensor, Tensor]]) -> dict
 
 
 def describe(metrics: dict[str, float]) -> str:
-    names = [name for name in metrics if name.startswith("eval_") and name not in ["eval_loss", "eval_examples"]]
+    names = [name for name in metrics if name not in ["step", "eval_loss", "eval_examples", "eval_combined_score"]]
     scores = [f"{name.removeprefix('eval_').replace('_', ' ')} {100 * metrics[name]:.2f}" for name in names]
     return f"loss {metrics['eval_loss']:.4f}, {', '.join(scores)} of {metrics['eval_examples']} examples"
 
