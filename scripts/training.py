@@ -452,6 +452,7 @@ class TrainingRun:
             self.load_best_checkpoint()
 
     def load_best_checkpoint(self) -> None:
+        self.accelerator.wait_for_everyone()  # the main process gives the last checkpoint its name
         best = type(self.final_model).from_pretrained(checkpoint_folder(self.output_dir, self.state.best_step))
         self.final_model.load_state_dict(best.state_dict())
 
