@@ -78,6 +78,7 @@ from lion_transformers.scripts.training import (
     load_tokenizer,
     make_accelerator,
     prepare_training,
+    show_progress_once,
     start,
 )
 
@@ -540,6 +541,7 @@ def main() -> None:
     compared = read_summaries(args.compare or [], output_dir.resolve().name)
     pending = [job for job in jobs if args.overwrite_output_dir or not job.is_finished()]
     accelerator = make_accelerator(args)
+    show_progress_once(accelerator)
     rows = load_tasks(pending, accelerator)
     tokenizer = load_task_tokenizer(arguments.model) if pending else None
     for name, group in itertools.groupby(pending, key=lambda job: job.task.name):

@@ -144,13 +144,17 @@ def start(args: TrainingArguments) -> Accelerator:
     claim_output_dir(output_dir, args.overwrite_output_dir)
     accelerator = make_accelerator(args)
     accelerator.wait_for_everyone()
-    transformers.logging.disable_progress_bar()  # one bar for the run, none for every file that it saves
+    show_progress_once(accelerator)
     if accelerator.is_main_process:
         clear_output_dir(output_dir)
-    else:
+    return accelerator
+
+
+def show_progress_once(accelerator: Accelerator) -> None:
+    transformers.logging.disable_progress_bar()  # one bar for the run, none for every file that it saves
+    if not accelerator.is_main_process:
         transformers.logging.set_verbosity_error()
         datasets.disable_progress_bars()
-    return accelerator
 
 
 def make_accelerator(args: TrainingArguments) -> Accelerator:
