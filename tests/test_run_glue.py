@@ -801,6 +801,7 @@ def test_two_processes_evaluate_as_one(lion, monkeypatch, tmp_path):
 
 def test_a_comparison_has_both_models(bert, lion, monkeypatch, capsys):
     data = write_glue("data", ["sst2"])
+    Path("data/SST-2/test.tsv").unlink()
     argv = ["--task_name=sst2", "--data_dir", f"{data}/SST-2", *SHORT, "--max_steps=1"]
     run_script(monkeypatch, *argv, "--model_name_or_path", bert, "--output_dir=glue-bert")
     compare = ["--model_name_or_path", lion, "--output_dir=glue-lion", "--compare", "glue-bert"]
@@ -815,10 +816,15 @@ def test_a_comparison_has_both_models(bert, lion, monkeypatch, capsys):
 """
     assert Path("glue-lion/glue.md").read_text() == f"{table}\n{glue_report.NOTES}\n"
     assert table in capsys.readouterr().out
+    assert not Path("glue-lion/submission").exists()  # there is no test set
     assert list(json.loads(Path("glue-lion/glue.json").read_text())["models"]) == ["glue-lion", "glue-bert"]
-    # The own column of what is compared, not those that it was compared with.
+    # What is compared has its own results first and then those that it was compared with.
+    written = json.loads(Path("glue-lion/glue.json").read_text())
+    written["models"]["glue-lion"]["tasks"]["sst2"]["metrics"]["accuracy"]["mean"] = 0.123
+    Path("glue-lion/glue.json").write_text(json.dumps(written))
     run_script(monkeypatch, *argv, "--model_name_or_path", bert, "--output_dir=glue-bert", "--compare", "glue-lion")
-    assert list(json.loads(Path("glue-bert/glue.json").read_text())["models"]) == ["glue-bert", "glue-lion"]
+    row = f"| SST-2 | accuracy | {100 * scores['glue-bert']:.1f} (1) | 12.3 (1) |"
+    assert row in Path("glue-bert/glue.md").read_text()
     failure = functools.partial(fails_with, monkeypatch, capsys, *argv, *compare[:3], "--compare")
     assert failure("nowhere").endswith("nowhere has no glue.json to compare with.")
     assert "two folders to compare are called glue-bert" in failure("glue-bert", "./glue-bert")
