@@ -136,7 +136,7 @@ def parse_arguments(
     names, others = _field_names(dataclass_types), _field_names(other_recipe_types)
     recipe = {name: value for name, value in recipe.items() if name in names or name not in others}
     *parsed, _, unknown = parser.parse_args_into_dataclasses(
-        [*_as_arguments(recipe, names), *argv], return_remaining_strings=True, look_for_args_file=False
+        [*as_arguments(recipe, names), *argv], return_remaining_strings=True, look_for_args_file=False
     )
     if unknown:
         name = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
@@ -167,7 +167,16 @@ def _load_recipe(argv: Sequence[str]) -> dict[str, Any]:
     return recipe
 
 
-def _as_arguments(recipe: dict[str, Any], names: Sequence[str]) -> list[str]:
+def as_arguments(recipe: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """A recipe as a command line.
+
+    Args:
+        recipe: argument → value.
+        names: all arguments there are.
+
+    Raises:
+        UsageError: an unknown key (close matches are named).
+    """
     arguments = []
     for name, value in recipe.items():
         if name not in names:

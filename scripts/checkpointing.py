@@ -70,7 +70,7 @@ def claim_output_dir(output_dir: Path, overwrite: bool) -> None:
 def clear_output_dir(output_dir: Path) -> None:
     """Make the folder and remove what an earlier run left of itself; files that are not a run's are never touched."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    for pattern in ["checkpoint-[0-9]*", "results.json", "runs", ".*.unfinished", ".*.discarded"]:
+    for pattern in ["checkpoint-[0-9]*", "results.json", "runs", "predictions", ".*.unfinished", ".*.discarded"]:
         for path in output_dir.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 

@@ -33,7 +33,6 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import (
     AutoModelForMaskedLM,
-    AutoTokenizer,
     DataCollatorForLanguageModeling,
     DataCollatorForTokenClassification,
     PreTrainedModel,
@@ -42,7 +41,7 @@ from transformers import (
 from transformers.hf_argparser import HfArg
 
 from lion_transformers.scripts import training
-from lion_transformers.scripts.arguments import UsageError, one_line, parse_arguments, run
+from lion_transformers.scripts.arguments import UsageError, parse_arguments, run
 from lion_transformers.scripts.optimization import linear_schedule
 from lion_transformers.scripts.training import (
     TrainerState,
@@ -52,9 +51,11 @@ from lion_transformers.scripts.training import (
     adamw,
     backward_micro_batches,
     build_model,
+    check_max_seq_length,
     check_range,
     endless_batches,
     init_trackers,
+    load_tokenizer,
     loading,
     prepare_training,
     start,
@@ -284,32 +285,13 @@ def train_batches(
 # Model
 
 
-def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
-    name = args.tokenizer_name or args.model_name_or_path or args.config_name
-    if name is None:
-        raise UsageError("give a tokenizer_name: a folder or a name on the Hub.")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot load the tokenizer {name}: {one_line(error)}") from error
-    for token in ["mask_token", "pad_token"]:
-        if getattr(tokenizer, token) is None:
-            raise UsageError(f"the tokenizer {name} has no {token}, which masked language modelling needs.")
-    return tokenizer
-
-
 def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> PreTrainedModel:
     """A new model, or one to continue from, whose vocabulary covers the tokenizer's. Master weights are float32."""
     multiple = args.pad_vocab_to_multiple_of
     padded_vocab_size = math.ceil(len(tokenizer) / multiple) * multiple
     for_tokenizer = {"vocab_size": padded_vocab_size, "pad_token_id": tokenizer.pad_token_id}
     model = build_model(args, AutoModelForMaskedLM, {} if args.model_name_or_path else for_tokenizer)
-    config = model.config
-    max_positions = getattr(config, "max_position_embeddings", None) or max_seq_length
-    if max_positions < max_seq_length and getattr(config, "position_embedding_type", "absolute") != "none":
-        raise UsageError(
-            f"max_seq_length {max_seq_length} exceeds the model's max_position_embeddings {max_positions}."
-        )
+    check_max_seq_length(model.config, max_seq_length)
     if model.config.vocab_size < len(tokenizer):
         model.resize_token_embeddings(padded_vocab_size)
     return model
@@ -422,7 +404,11 @@ def prepare(
     num_micro_batches = accumulation_steps(
         args.global_train_batch_size, args.per_device_train_batch_size, accelerator.num_processes
     )
-    tokenizer = load_tokenizer(model_args)
+    tokenizer = load_tokenizer(
+        model_args.tokenizer_name or model_args.model_name_or_path or model_args.config_name,
+        ["mask_token", "pad_token"],
+        "masked language modelling",
+    )
     with accelerator.main_process_first():
         train, evaluation = load_sequences(data_args, tokenizer, args.seed)
     state = TrainerState(max_steps=count_steps(args, train, num_micro_batches * at_once))

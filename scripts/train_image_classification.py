@@ -43,7 +43,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import (
-    AutoConfig,
     AutoModelForImageClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -79,11 +78,12 @@ from lion_transformers.scripts.training import (
     TrainingRun,
     accumulation_steps,
     adamw,
-    backward_micro_batches,
+    backward_full_batches,
     build_model,
     check_range,
     endless_batches,
     init_trackers,
+    load_pretrained_config,
     prepare_training,
     provenance,
     start,
@@ -167,13 +167,6 @@ class Arguments:
 
 
 # Model
-
-
-def load_pretrained_config(args: ModelArguments) -> PreTrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(args.model_name_or_path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot load the model {args.model_name_or_path}: {one_line(error)}") from error
 
 
 def load_model(args: ModelArguments, names: list[str]) -> PreTrainedModel:
@@ -496,11 +489,7 @@ class ClassificationRun(TrainingRun):
         return super().final_model if self.ema is None else self.ema.module
 
     def accumulate_gradients(self, micro_batches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        # Batches are full everywhere: the other processes need not be asked.
-        images = sum(len(batch["labels"]) for batch in micro_batches) * self.accelerator.num_processes
-        number = torch.tensor(images, device=self.accelerator.device)
-        loss = backward_micro_batches(self.accelerator, self.model, micro_batches, self.sum_loss, number)
-        return loss, torch.stack([number, number])
+        return backward_full_batches(self.accelerator, self.model, micro_batches, self.sum_loss)
 
     def sum_loss(self, batch: dict[str, Tensor]) -> Tensor:
         with self.accelerator.autocast():  # the teacher too

@@ -27,7 +27,14 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.hf_argparser import HfArg
 
 import lion_transformers
@@ -137,13 +144,17 @@ def start(args: TrainingArguments) -> Accelerator:
     claim_output_dir(output_dir, args.overwrite_output_dir)
     accelerator = make_accelerator(args)
     accelerator.wait_for_everyone()
-    transformers.logging.disable_progress_bar()  # one bar for the run, none for every file that it saves
+    show_progress_once(accelerator)
     if accelerator.is_main_process:
         clear_output_dir(output_dir)
-    else:
+    return accelerator
+
+
+def show_progress_once(accelerator: Accelerator) -> None:
+    transformers.logging.disable_progress_bar()  # one bar for the run, none for every file that it saves
+    if not accelerator.is_main_process:
         transformers.logging.set_verbosity_error()
         datasets.disable_progress_bars()
-    return accelerator
 
 
 def make_accelerator(args: TrainingArguments) -> Accelerator:
@@ -216,6 +227,36 @@ def build_model(args: ModelArguments, auto_class: type, settings: dict[str, Any]
     # RuntimeError: weights of other sizes; KeyError: an activation that is not there.
     except (OSError, ValueError, TypeError, RuntimeError, KeyError, StrictDataclassError) as error:
         raise UsageError(f"cannot make the model {name or args.model_type}: {one_line(error)}") from error
+
+
+def load_pretrained_config(args: ModelArguments) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(args.model_name_or_path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot load the model {args.model_name_or_path}: {one_line(error)}") from error
+
+
+def load_tokenizer(name: str | None, needed: list[str], purpose: str) -> PreTrainedTokenizerBase:
+    """A tokenizer by folder or Hub name, which must have the `needed` tokens (`pad_token` ...) for `purpose`."""
+    if name is None:
+        raise UsageError("give a tokenizer_name: a folder or a name on the Hub.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot load the tokenizer {name}: {one_line(error)}") from error
+    for token in needed:
+        if getattr(tokenizer, token) is None:
+            raise UsageError(f"the tokenizer {name} has no {token}, which {purpose} needs.")
+    return tokenizer
+
+
+def check_max_seq_length(config: PreTrainedConfig, max_seq_length: int) -> None:
+    """Refuse sequences that are longer than a table of learned positions."""
+    max_positions = getattr(config, "max_position_embeddings", None) or max_seq_length
+    if max_positions < max_seq_length and getattr(config, "position_embedding_type", "absolute") != "none":
+        raise UsageError(
+            f"max_seq_length {max_seq_length} exceeds the model's max_position_embeddings {max_positions}."
+        )
 
 
 def adamw(model: nn.Module, args: TrainingArguments, learning_rate: float) -> torch.optim.AdamW:
@@ -307,6 +348,24 @@ def backward_micro_batches(
     return summed_loss
 
 
+def backward_full_batches(
+    accelerator: Accelerator,
+    model: nn.Module,
+    micro_batches: list[dict[str, Tensor]],
+    sum_loss: Callable[[dict[str, Tensor]], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """`backward_micro_batches` of a loss with a term for every row of "labels", of which all processes have as many.
+
+    Returns:
+        The summed loss of this process, and the number of rows of all processes, twice: as terms and as units (2,).
+    """
+    # Batches are full everywhere: the other processes need not be asked.
+    rows = sum(len(batch["labels"]) for batch in micro_batches) * accelerator.num_processes
+    number = torch.tensor(rows, device=accelerator.device)
+    loss = backward_micro_batches(accelerator, model, micro_batches, sum_loss, number)
+    return loss, torch.stack([number, number])
+
+
 @dataclass
 class TrainerState:
     """What a run knows about itself; saved with every checkpoint."""
@@ -337,6 +396,7 @@ class TrainingRun:
     loss_label: ClassVar[str]
     metric_for_best_model: ClassVar[str]
     greater_is_better: ClassVar[bool]
+    load_best_model_at_end: ClassVar[bool] = False  # whether the run leaves the model of its best checkpoint
 
     def accumulate_gradients(self, micro_batches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
         """Returns the summed loss of this process, and the numbers of its terms and of units (2,) of all processes."""
@@ -349,6 +409,10 @@ class TrainingRun:
     def describe(self, metrics: dict[str, float]) -> str:
         """Metrics in a line."""
         raise NotImplementedError
+
+    def stops_early(self) -> bool:
+        """Whether the run ends here, before `max_steps`; asked before every update."""
+        return False
 
     def save_processor(self, folder: Path) -> None:
         """Save what makes a model's inputs beside the model."""
@@ -374,7 +438,7 @@ class TrainingRun:
             total=state.max_steps, desc="Training", unit="step", disable=not self.accelerator.is_main_process
         )
         updates, started = [], time.perf_counter()
-        while state.step < state.max_steps:
+        while state.step < state.max_steps and not self.stops_early():
             updates.append(self.update())
             state.step += 1
             progress.update()
@@ -388,6 +452,13 @@ class TrainingRun:
                     self.save_checkpoint()
                 updates, started = [], time.perf_counter()
         progress.close()
+        if self.load_best_model_at_end:
+            self.load_best_checkpoint()
+
+    def load_best_checkpoint(self) -> None:
+        self.accelerator.wait_for_everyone()  # the main process gives the last checkpoint its name
+        best = type(self.final_model).from_pretrained(checkpoint_folder(self.output_dir, self.state.best_step))
+        self.final_model.load_state_dict(best.state_dict())
 
     def update(self) -> tuple[Tensor, Tensor, Tensor]:
         """One step of the optimizer. Returns accumulate_gradients' sums and the gradient's norm before clipping."""
@@ -453,10 +524,10 @@ class TrainingRun:
         self.save_model()
         plot = functools.partial(plot_losses, self.state.history, self.loss_label)
         atomic_write(self.output_dir / "loss_curve.png", plot)
-        evaluations = [entry for entry in self.state.history if "eval_loss" in entry]
+        evaluations = {entry["step"]: entry for entry in self.state.history if "eval_loss" in entry}
         results = {
             "before": evaluations[0],
-            "after": evaluations[-1],
+            "after": evaluations[self.state.best_step if self.load_best_model_at_end else self.state.step],
             "best": {"step": self.state.best_step, self.metric_for_best_model: self.state.best_metric},
             **more,
             "steps": self.state.step,

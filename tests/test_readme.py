@@ -36,6 +36,10 @@ SHORTER = {
         "--global_train_batch_size 8 --per_device_train_batch_size 4 --max_eval_samples 4 --eval_steps 2 "
         "--dataset_name outputs/digits-on-the-hub --dataloader_num_workers 0 --mixed_precision no"
     ),
+    "scripts/run_glue.py": (
+        "--model_name_or_path outputs/demo/pretrained --dataset_name= --data_dir outputs/glue_data --task_name sst2 "
+        "--seeds 19 --max_steps 2 --global_train_batch_size 8 --per_device_train_batch_size 4 --mixed_precision no"
+    ),
     "--recipe demo_image": (
         "--config num_hidden_layers=1 --max_steps 2 --global_train_batch_size 8 --per_device_train_batch_size 4 "
         "--eval_steps 2 --save_steps 2"
@@ -60,6 +64,10 @@ def folder(tmp_path_factory):
     LionForMaskedLM(config).save_pretrained(demo / "pretrained")
     make_image_demo(folder / "outputs" / "demo-image")
     shutil.copytree(folder / "outputs" / "demo-image" / "data", folder / "outputs" / "digits-on-the-hub")
+    (folder / "outputs" / "glue_data" / "SST-2").mkdir(parents=True)
+    for split in ("train", "dev"):
+        rows = reviews[:32].rename(columns={"text": "sentence"})
+        rows.to_csv(folder / "outputs" / "glue_data" / "SST-2" / f"{split}.tsv", sep="\t", index=False)
     (folder / "outputs" / "c4").mkdir()
     for split in ("train", "validation"):
         reviews.to_json(folder / "outputs" / "c4" / f"{split}.jsonl", orient="records", lines=True)
@@ -136,7 +144,7 @@ def run_script(command, folder):
     if "--dry_run" in command:  # which writes nothing
         return
     output_dir = folder / re.search(r"--output_dir (\S+)", command)[1]
-    written = {"build_tokenizer": "tokenizer.json", "convert_original": "model.safetensors"}
+    written = {"build_tokenizer": "tokenizer.json", "convert_original": "model.safetensors", "run_glue": "glue.json"}
     last_file = next((file for name, file in written.items() if name in command), "results.json")
     assert (output_dir / last_file).exists()
 

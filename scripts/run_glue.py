@@ -1,0 +1,560 @@
+"""Finetune an encoder on the tasks of GLUE from a recipe, over several seeds, on one device or many.
+
+    python scripts/run_glue.py --recipe glue_text_base_lion_s --model_name_or_path outputs/lion-s-base \\
+        --output_dir outputs/glue-lion-s
+    accelerate launch scripts/run_glue.py --recipe glue_text_base_lion_s --max_seq_length 512 ...   # the ablation
+    python scripts/run_glue.py --task_name sst2 rte --seeds 1 2 3 --data_dir glue_data \\
+        --model_name_or_path google-bert/bert-base-uncased --output_dir outputs/glue-bert   # any encoder
+    ... --recipe glue_text_base_lion_s --compare outputs/glue-bert       # its table beside the own
+    ... --recipe glue_text_base_lion_s --dataset_name "" --data_dir glue_data
+
+The command line overrides the settings of a task (`tasks` in the recipe), these the rest of the recipe, the recipe the
+defaults. Every task and seed is a run in output_dir/<task>/seed-<seed>, which leaves the model of its best evaluation,
+its predictions for the test set and results.json. A call that was stopped goes on with the same command: finished runs
+are not done again, an unfinished one begins anew. MNLI comes first, and RTE, MRPC and STS-B start from its best model,
+with new heads. At the end output_dir has glue.md, glue.json and glue.png over all runs in it and, from the best seeds,
+a submission. Not here: resuming within a run, DeepSpeed, the diagnostic set AX.
+"""
+
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import evaluate
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, set_seed
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.hf_argparser import HfArg
+
+from lion_transformers.scripts import training
+from lion_transformers.scripts.arguments import (
+    KeyValues,
+    MergeKeyValues,
+    UsageError,
+    as_arguments,
+    parse_arguments,
+    run,
+)
+from lion_transformers.scripts.glue import TASKS, DataArguments, Task, encode, load_task
+from lion_transformers.scripts.glue_report import (
+    best_seed,
+    finished_runs,
+    read_summaries,
+    run_folder,
+    write_predictions,
+    write_report,
+)
+from lion_transformers.scripts.optimization import linear_schedule
+from lion_transformers.scripts.training import (
+    TrainerState,
+    TrainingArguments,
+    TrainingRun,
+    accumulation_steps,
+    adamw,
+    backward_full_batches,
+    build_model,
+    check_max_seq_length,
+    check_range,
+    endless_batches,
+    init_trackers,
+    load_pretrained_config,
+    load_tokenizer,
+    make_accelerator,
+    prepare_training,
+    show_progress_once,
+    start,
+)
+
+
+METRIC = str(Path(__file__).parent / "metrics" / "glue")
+STARTING_FROM_MNLI = ["rte", "mrpc", "stsb"]
+OUTPUT_NAMES = {*TASKS, "glue.md", "glue.json", "glue.png", "submission", "runs"}
+# Arguments that may differ between the calls that a set of runs is made in.
+FREE_ARGUMENTS = {
+    *["output_dir", "overwrite_output_dir", "task_name", "tasks", "seeds", "compare"],
+    *["report_to", "logging_steps", "save_total_limit", "dataloader_num_workers", "per_device_eval_batch_size"],
+}
+
+
+@dataclass
+class ModelArguments(training.ModelArguments):
+    tokenizer_name: str | None = HfArg(
+        default=None, help="Folder or Hub name of the tokenizer (that of the model, if there is one)."
+    )
+    ignore_mismatched_sizes: bool = HfArg(
+        default=False, help="Give a model whose classification head has other labels than the task a new head."
+    )
+
+
+@dataclass
+class GlueArguments(TrainingArguments):
+    task_name: list[str] = field(
+        default_factory=lambda: ["all"], metadata={"help": f"Tasks, of {' '.join(TASKS)}, or all."}
+    )
+    seeds: list[int] | None = field(
+        default=None, metadata={"help": "A run of each task for every one of them. Default: seed alone."}
+    )
+    tasks: KeyValues = field(
+        default_factory=KeyValues,
+        metadata={
+            "action": MergeKeyValues,
+            "metavar": "{TASK: {ARGUMENT: VALUE}}",
+            "help": "Values of these arguments for single tasks, in a recipe. The command line wins over them too.",
+        },
+    )
+    start_from_mnli: bool = HfArg(
+        default=True, help="Start RTE, MRPC and STS-B from the best MNLI model, where MNLI is among the tasks."
+    )
+    compare: list[str] | None = field(
+        default=None, metadata={"help": "Output folders of earlier calls, to be in the table and the chart too."}
+    )
+    early_stopping_patience: int | None = HfArg(
+        default=None, help="Evaluations without a better score after which a run ends. Default: it goes on."
+    )
+    learning_rate: float = HfArg(default=1e-5, help="Peak of the schedule.")
+    warmup_ratio: float = HfArg(
+        default=0.06,
+        help="Share of the updates in which the rate rises linearly to its peak, to fall to 0 at the last.",
+    )
+    adam_beta2: float = HfArg(default=0.98, help="AdamW's β₂.")
+    adam_epsilon: float = HfArg(default=1e-6, help="AdamW's ε.")
+    weight_decay: float = HfArg(default=1e-6, help="AdamW's weight decay; biases, norms and decays are exempt.")
+    eval_steps: int | None = HfArg(
+        default=None, help="Updates between two evaluations. Default: one pass over the data."
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_range(self, ["warmup_ratio"], low=0, below=1)
+        check_range(self, ["early_stopping_patience"], low=1)
+        if unknown := [name for name in [*self.task_name, *self.tasks] if name not in {*TASKS, "all"}]:
+            raise UsageError(f"GLUE has no task {unknown[0]}, only {', '.join(TASKS)}.")
+        for name, settings in self.tasks.items():
+            if not isinstance(settings, dict):
+                raise UsageError(f"the settings of {name} in tasks must be a mapping of arguments, got {settings}.")
+
+    @property
+    def chosen_tasks(self) -> list[str]:
+        """Each once, in the order in which they are trained: MNLI before those that start from it."""
+        chosen = [name for name in TASKS if name in self.task_name or "all" in self.task_name]
+        return sorted(chosen, key=lambda name: name != "mnli")
+
+
+@dataclass
+class Arguments:
+    """All arguments of a run."""
+
+    model: ModelArguments
+    data: DataArguments
+    training: GlueArguments
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """Every argument by its name."""
+        return {name: value for group in asdict(self).values() for name, value in group.items()}
+
+
+# The list of runs
+
+
+@dataclass
+class Job:
+    """One run: a task, a seed, and the arguments with the settings of both."""
+
+    task: Task
+    seed: int
+    arguments: Arguments
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.arguments.training.output_dir)
+
+    def is_finished(self) -> bool:
+        """Whether it has results.
+
+        Raises:
+            UsageError: these come from other arguments.
+        """
+        file = self.output_dir / "results.json"
+        if not file.is_file():
+            return False
+        earlier = json.loads(file.read_text(encoding="utf-8"))["arguments"]
+        for name, value in json.loads(json.dumps(self.arguments.flat)).items():
+            if name not in FREE_ARGUMENTS and earlier.get(name) != value:
+                raise UsageError(
+                    f"{self.output_dir} was trained with {name} {earlier.get(name)}, not {value}: give another"
+                    " output_dir, or --overwrite_output_dir to train again."
+                )
+        return True
+
+
+def parse(argv: list[str]) -> tuple[Arguments, list[Job]]:
+    """The arguments of a command line, and the runs that they ask for, in order."""
+    kinds = [kind.type for kind in fields(Arguments)]
+    names = [argument.name for kind in kinds for argument in fields(kind)]
+    arguments = Arguments(*parse_arguments(kinds, argv, __doc__))
+    jobs = []
+    for name in arguments.training.chosen_tasks:
+        # Settings of a task become a command line that stands before the given one, which wins.
+        settings = as_arguments(arguments.training.tasks.get(name, {}), names)
+        jobs += jobs_of_task(TASKS[name], Arguments(*parse_arguments(kinds, [*settings, *argv])))
+    return arguments, jobs
+
+
+def jobs_of_task(task: Task, arguments: Arguments) -> list[Job]:
+    args = arguments.training
+    from_mnli = args.start_from_mnli and task.name in STARTING_FROM_MNLI and "mnli" in args.chosen_tasks
+    jobs = []
+    for seed in dict.fromkeys(args.seeds or [args.seed]):
+        folder = str(run_folder(Path(args.output_dir), task.name, seed))
+        own = replace(args, seed=seed, output_dir=folder, start_from_mnli=from_mnli, overwrite_output_dir=True)
+        jobs.append(Job(task, seed, replace(arguments, training=own)))
+    return jobs
+
+
+def check_output_dir(output_dir: Path, overwrite: bool) -> None:
+    """Refuse a folder that holds something else than runs of this script."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise UsageError(f"output_dir {output_dir} is a file.")
+    names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
+    if not overwrite and (foreign := sorted(name for name in names - OUTPUT_NAMES if not name.startswith("."))):
+        raise UsageError(
+            f"output_dir {output_dir} has {foreign[0]}, which is not of GLUE; --overwrite_output_dir trains into it"
+            " all the same."
+        )
+
+
+# Model
+
+
+def has_other_labels(args: ModelArguments, task: Task) -> bool:
+    """Whether the model to start from has a classification head, and for other labels or in another order."""
+    config = load_pretrained_config(args)
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
+    return is_classifier and list(task.labels) != [config.id2label[label] for label in sorted(config.id2label)]
+
+
+def check_labels(args: ModelArguments, task: Task) -> None:
+    if args.model_name_or_path and not args.ignore_mismatched_sizes and has_other_labels(args, task):
+        labels = load_pretrained_config(args).id2label
+        raise UsageError(
+            f"the classification head of {args.model_name_or_path} has the labels {', '.join(labels.values())}, not"
+            f" {', '.join(task.labels)} of {task.title}: give the encoder that it was made from, or"
+            " --ignore_mismatched_sizes for a new head."
+        )
+
+
+def load_model(
+    args: ModelArguments, task: Task, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
+) -> PreTrainedModel:
+    """A classifier, or regressor, whose configuration names the task's labels in GLUE's order."""
+    check_labels(args, task)
+    settings = {
+        "id2label": dict(enumerate(task.labels)),
+        "label2id": {name: label for label, name in enumerate(task.labels)},
+        "problem_type": "regression" if task.is_regression else "single_label_classification",
+    }
+    loading = {}
+    if args.model_name_or_path:
+        loading["ignore_mismatched_sizes"] = has_other_labels(args, task)
+    else:
+        settings |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    model = build_model(args, AutoModelForSequenceClassification, settings, **loading)
+    check_max_seq_length(model.config, max_seq_length)
+    if len(tokenizer) > model.config.vocab_size:
+        raise UsageError(f"the tokenizer has {len(tokenizer)} tokens, the model only {model.config.vocab_size}.")
+    if args.model_name_or_path and has_other_labels(args, task):
+        renew_head(model)  # one of the same size has been loaded
+    return model
+
+
+def renew_head(model: PreTrainedModel) -> None:
+    """Replace everything but the encoder with new weights."""
+    new = AutoModelForSequenceClassification.from_config(model.config, dtype=torch.float32)
+    for name, module in new.named_children():
+        if name != new.base_model_prefix:
+            setattr(model, name, module)
+
+
+def sum_loss(task: Task, logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy, or squared error of a regression, summed over the batch.
+
+    Args:
+        task: which of the two.
+        logits: (batch, labels).
+        labels: (batch,).
+    """
+    if task.is_regression:
+        return F.mse_loss(logits.float().squeeze(-1), labels.float(), reduction="sum")
+    return F.cross_entropy(logits.float(), labels, reduction="sum")
+
+
+# Evaluation
+
+
+@torch.no_grad()
+def predict(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[Tensor, Tensor | None]:
+    """Logits (examples, labels) and, where there are any, labels (examples,): every example once, on the CPU."""
+    was_training = model.training
+    model.eval()
+    rows = []
+    for batch in tqdm(loader, desc="Evaluating", leave=False, disable=not accelerator.is_main_process):
+        labels = batch.pop("labels", None)
+        with accelerator.autocast():
+            logits = model(**batch).logits.float()
+        gathered = accelerator.gather_for_metrics((logits,) if labels is None else (logits, labels))
+        rows.append([part.cpu() for part in gathered])
+    model.train(was_training)
+    logits, *labels = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    return logits, labels[0] if labels else None
+
+
+def decide(task: Task, logits: Tensor) -> list[int] | list[float]:
+    """Ids of labels, or scores, from logits (examples, labels)."""
+    return logits.squeeze(-1).double().tolist() if task.is_regression else logits.argmax(-1).tolist()
+
+
+@dataclass
+class GlueRun(TrainingRun):
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    eval_loaders: dict[str, DataLoader]  # by part of the evaluation set
+    test_loaders: dict[str, DataLoader]
+
+    unit = "examples"
+    loss_label = "loss per example"
+    metric_for_best_model = "eval_combined_score"
+    greater_is_better = True
+    load_best_model_at_end = True
+
+    def accumulate_gradients(self, micro_batches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        return backward_full_batches(self.accelerator, self.model, micro_batches, self.sum_loss)
+
+    def sum_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        batch = dict(batch)
+        labels = batch.pop("labels")
+        with self.accelerator.autocast():
+            logits = self.model(**batch).logits
+        return sum_loss(self.task, logits, labels)
+
+    def compute_metrics(self) -> dict[str, float]:
+        parts = {part: predict(self.accelerator, self.model, loader) for part, loader in self.eval_loaders.items()}
+        # On one process, because `evaluate` writes the module into a cache that all share.
+        metrics = [compute_metrics(self.task, parts) if self.accelerator.is_main_process else None]
+        return broadcast_object_list(metrics)[0]
+
+    def describe(self, metrics: dict[str, float]) -> str:
+        return describe(metrics)
+
+    def stops_early(self) -> bool:
+        patience, best_step = self.args.early_stopping_patience, self.state.best_step
+        if patience is None or best_step is None:
+            return False
+        return sum("eval_loss" in entry and entry["step"] > best_step for entry in self.state.history) >= patience
+
+    def save_processor(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
+
+    def predict_test_sets(self) -> None:
+        """Write what the benchmark would be sent."""
+        for part, loader in self.test_loaders.items():
+            logits, _ = predict(self.accelerator, self.model, loader)
+            if self.accelerator.is_main_process:
+                predictions = [self.task.submitted(prediction) for prediction in decide(self.task, logits)]
+                write_predictions(self.output_dir / "predictions", self.task.submission_file(part), predictions)
+
+
+def compute_metrics(task: Task, parts: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Loss and metrics from the logits and labels of each part of the evaluation set; scores are means over parts."""
+    losses, metrics, scores = [], {}, []
+    for part, (logits, labels) in parts.items():
+        losses.append(sum_loss(task, logits, labels).item())
+        metric = evaluate.load(METRIC, task.name, keep_in_memory=True)
+        values = metric.compute(predictions=decide(task, logits), references=labels.tolist())
+        scores.append(values.pop("combined_score"))
+        metrics |= {f"eval_{part}_{name}" if part else f"eval_{name}": value for name, value in values.items()}
+    examples = sum(len(labels) for _, labels in parts.values())
+    return {
+        "eval_loss": sum(losses) / examples,
+        **metrics,
+        "eval_combined_score": sum(scores) / len(scores),
+        "eval_examples": examples,
+    }
+
+
+def describe(metrics: dict[str, float]) -> str:
+    names = [name for name in metrics if name not in ["step", "eval_loss", "eval_examples", "eval_combined_score"]]
+    scores = [f"{name.removeprefix('eval_').replace('_', ' ')} {100 * metrics[name]:.2f}" for name in names]
+    return f"loss {metrics['eval_loss']:.4f}, {', '.join(scores)} of {metrics['eval_examples']} examples"
+
+
+# The runs
+
+
+def make_train_batches(
+    accelerator: Accelerator, rows: Dataset, collator: Any, args: GlueArguments, num_workers: int
+) -> Iterator[dict[str, Tensor]]:
+    """This process's micro-batches, full ones only, without end; each pass over the data has its own order."""
+    loader = accelerator.prepare(
+        DataLoader(
+            rows,
+            batch_size=args.per_device_train_batch_size,
+            shuffle=True,
+            collate_fn=collator,
+            drop_last=True,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            pin_memory=accelerator.device.type == "cuda",
+        )
+    )
+    size = f"{args.per_device_train_batch_size} examples"
+    return endless_batches(accelerator, loader, loader.set_epoch, size)
+
+
+def prepare(
+    job: Job,
+    model_args: ModelArguments,
+    splits: dict[str, Dataset],
+    tokenizer: PreTrainedTokenizerBase,
+    accelerator: Accelerator,
+) -> GlueRun:
+    args, data_args, task = job.arguments.training, job.arguments.data, job.task
+    num_micro_batches = accumulation_steps(
+        args.global_train_batch_size, args.per_device_train_batch_size, accelerator.num_processes
+    )
+    global_batch_size = num_micro_batches * args.per_device_train_batch_size * accelerator.num_processes
+    steps_per_epoch = len(splits["train"]) / global_batch_size
+    max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
+    set_seed(args.seed)  # the same new head everywhere
+    model = load_model(model_args, task, tokenizer, data_args.max_seq_length)
+    set_seed(args.seed, device_specific=True)  # dropout differs over devices
+    optimizer = adamw(model, args, args.learning_rate)
+    scheduler = linear_schedule(optimizer, max_steps, args.warmup_ratio, final_lr_ratio=0.0)
+    model, optimizer = prepare_training(accelerator, model, optimizer, scheduler)
+    collator = DataCollatorWithPadding(tokenizer)
+    batches = make_train_batches(accelerator, splits["train"], collator, args, data_args.dataloader_num_workers)
+
+    def loaders(splits_of_parts: dict[str, str]) -> dict[str, DataLoader]:
+        batch_size = args.per_device_eval_batch_size
+        return {
+            part: accelerator.prepare(DataLoader(splits[split], batch_size=batch_size, collate_fn=collator))
+            for part, split in splits_of_parts.items()
+            if split in splits
+        }
+
+    return GlueRun(
+        args=replace(args, eval_steps=args.eval_steps or math.ceil(steps_per_epoch)),
+        accelerator=accelerator,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batches=batches,
+        num_micro_batches=num_micro_batches,
+        state=TrainerState(max_steps),
+        task=task,
+        tokenizer=tokenizer,
+        eval_loaders=loaders(task.validation_splits),
+        test_loaders=loaders(task.test_splits),
+    )
+
+
+def model_to_start_from(job: Job, output_dir: Path) -> ModelArguments:
+    """The model that is given, or the best of MNLI, with a new head."""
+    args = job.arguments.model
+    if not job.arguments.training.start_from_mnli:
+        return args
+    mnli = run_folder(output_dir, "mnli", best_seed(finished_runs(output_dir, "mnli")))
+    return replace(args, model_name_or_path=str(mnli), ignore_mismatched_sizes=True)
+
+
+def train_and_save(job: Job, splits: dict[str, Dataset], tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> None:
+    """One run, from its beginning."""
+    started = time.perf_counter()
+    accelerator = start(job.arguments.training)
+    model_args = model_to_start_from(job, output_dir)
+    if accelerator.is_main_process:
+        tqdm.write(f"{job.task.title}, seed {job.seed}:")
+    glue_run = prepare(job, model_args, splits, tokenizer, accelerator)
+    init_trackers(accelerator, "run_glue", job.arguments.flat)
+    glue_run.train()
+    glue_run.predict_test_sets()
+    if accelerator.is_main_process:
+        glue_run.save_results(
+            job.arguments.flat,
+            time.perf_counter() - started,
+            task=job.task.name,
+            seed=job.seed,
+            started_from=model_args.model_name_or_path,
+        )
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    accelerator.free_memory()
+    accelerator.wait_for_everyone()  # for results.json, which says what is next
+
+
+def load_tasks(jobs: list[Job], accelerator: Accelerator) -> dict[str, dict[str, Dataset]]:
+    """The data of all tasks, so that what is wrong with any of them is found before anything is trained."""
+    loaded = {}
+    for name, job in {job.task.name: job for job in jobs}.items():
+        with accelerator.main_process_first():
+            alone = len(job.arguments.training.chosen_tasks) == 1
+            loaded[name] = load_task(job.task, job.arguments.data, alone)
+        check_labels(job.arguments.model, job.task)
+        check_batches(job, len(loaded[name]["train"]), accelerator.num_processes)
+    return loaded
+
+
+def check_batches(job: Job, num_examples: int, num_processes: int) -> None:
+    args = job.arguments.training
+    accumulation_steps(args.global_train_batch_size, args.per_device_train_batch_size, num_processes)
+    at_once = args.per_device_train_batch_size * num_processes
+    if num_examples < at_once:
+        raise UsageError(f"{job.task.title} has {num_examples} training examples, too few for a batch of {at_once}.")
+
+
+def load_task_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
+    name = args.tokenizer_name or args.model_name_or_path or args.config_name
+    return load_tokenizer(name, ["pad_token"], "padding")
+
+
+def main() -> None:
+    arguments, jobs = parse(sys.argv[1:])
+    args, output_dir = arguments.training, Path(arguments.training.output_dir)
+    check_output_dir(output_dir, args.overwrite_output_dir)
+    compared = read_summaries(args.compare or [], output_dir.resolve().name)
+    pending = [job for job in jobs if args.overwrite_output_dir or not job.is_finished()]
+    accelerator = make_accelerator(args)
+    show_progress_once(accelerator)
+    rows = load_tasks(pending, accelerator)
+    tokenizer = load_task_tokenizer(arguments.model) if pending else None
+    for name, group in itertools.groupby(pending, key=lambda job: job.task.name):
+        runs = list(group)
+        with accelerator.main_process_first():
+            splits = encode(TASKS[name], rows.pop(name), tokenizer, runs[0].arguments.data.max_seq_length)
+        for job in runs:
+            train_and_save(job, splits, tokenizer, output_dir)
+    if accelerator.is_main_process:
+        print(write_report(output_dir, compared))
+        print(f"everything is in {output_dir}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    run(main)
