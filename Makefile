@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Two test workers with one thread each: tiny models gain nothing from more threads.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: install demo demo-image test test-slow lint format bench clean
+.PHONY: install demo demo-image demo-glue test test-slow lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -19,6 +19,9 @@ demo: install
 
 demo-image: install
 	$(BIN)/python scripts/demo_image.py
+
+demo-glue: install
+	$(BIN)/python scripts/demo_glue.py
 
 test: install
 	$(TEST) -m "not slow"
