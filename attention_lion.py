@@ -126,8 +126,11 @@ def lion_attention(
                 weights = weights * _mean_decay_mask(gates, scan)
             if diagonal == "doubled":
                 weights = weights + weights.diagonal(dim1=-2, dim2=-1).diag_embed()
-            values = nn.functional.dropout(weights, dropout_p) @ v
             row_sums = weights.sum(-1, keepdim=True) if normalize else None
+            if return_weights and normalize:
+                # The matrix that is returned is the one that is applied: gradients of the output reach it.
+                weights, row_sums = weights / (row_sums + eps), None
+            values = nn.functional.dropout(weights, dropout_p) @ v
         else:
             if normalize:
                 v = nn.functional.pad(v, (0, 1), value=1.0)  # the row sums ride along in the same pass
@@ -136,13 +139,10 @@ def lion_attention(
                 values = values + (q * k).sum(-1, keepdim=True) * v
             values, row_sums = (values[..., :-1], values[..., -1:]) if normalize else (values, None)
 
-        if normalize:
+        if row_sums is not None:
             values = values / (row_sums + eps)
         output = values.to(output_dtype)
-        if not return_weights:
-            return output
-        weights = weights / (row_sums + eps) if normalize else weights
-        return output, weights.to(weights_dtype)
+        return (output, weights.to(weights_dtype)) if return_weights else output
 
 
 def choose_mode(length: int, has_decay: bool) -> str:
@@ -177,7 +177,9 @@ def _check_shapes(q, k, v, log_decay, key_mask, segment_ids, scan):
         if segment_ids is not None:
             raise ValueError("`segment_ids` must be None with `scan`: segments are neighbours in one order only")
         axis, orders = "orders, ", (len(order),)
-    if log_decay is not None and log_decay.shape not in ((*orders, heads), (*orders, batch, heads, length)):
+    # As many axes first: a tracer that compared a batch with the heads would tie it to not being as many.
+    by_axes = {len(shape): shape for shape in ((*orders, heads), (*orders, batch, heads, length))}
+    if log_decay is not None and log_decay.shape != by_axes.get(log_decay.ndim):
         raise ValueError(
             f"`log_decay` must be None, ({axis}heads) = {(*orders, heads)} or ({axis}batch, heads, length) = "
             f"{(*orders, batch, heads, length)}, got shape {tuple(log_decay.shape)}"
@@ -313,7 +315,7 @@ def _decay_mask(rightward, leftward):
     length = rightward.shape[-1]
     if length <= _MASK_BLOCK:
         return _decay_mask_of_block(rightward, leftward)
-    rightward, leftward = (_split_blocks(g, _MASK_BLOCK, -1) for g in (rightward, leftward))
+    rightward, leftward = (_split_blocks(g, -(-length // _MASK_BLOCK), _MASK_BLOCK, -1) for g in (rightward, leftward))
     leave, enter, across = _edge_decays(rightward, leftward)
     between = _decays_to_edges(*across)  # (…, 2, blocks + 1, blocks)
     from_left = enter[..., 0, None] * between[..., 0, :-1, None, :]  # (…, blocks, C, blocks)
@@ -333,9 +335,8 @@ def _decay_mask_of_block(rightward, leftward):
     return _exp(torch.where(earlier, from_earlier, from_later), dtype)
 
 
-def _split_blocks(x, size, dim):
+def _split_blocks(x, blocks, size, dim):
     """Dimension `dim` (negative) into `(blocks, size)`; the tail is filled with zeros, which add nothing."""
-    blocks = -(-x.shape[dim] // size)
     missing = blocks * size - x.shape[dim]
     return nn.functional.pad(x, (0, 0) * (-dim - 1) + (0, missing)).unflatten(dim, (blocks, size))
 
@@ -400,9 +401,11 @@ def _chunk_form(q, k, v, gates, chunk_size):
     if gates is None:
         return q @ (k.mT @ v)  # nothing decays: one state serves every token
     length, head_dim, value_dim = q.shape[2], q.shape[3], v.shape[3]
-    chunk_size = min(chunk_size, length)
-    q, k, v = (_split_blocks(x, chunk_size, -2) for x in (q, k, v))  # (batch, heads, blocks, C, ·)
-    rightward, leftward = (_split_blocks(g, chunk_size, -1) for g in gates)  # (·, ·, blocks, C)
+    if not torch.compiler.is_exporting():  # an exported program serves every length, with blocks of one size
+        chunk_size = min(chunk_size, length)
+    blocks = _count_blocks(length, chunk_size)
+    q, k, v = (_split_blocks(x, blocks, chunk_size, -2) for x in (q, k, v))  # (batch, heads, blocks, C, ·)
+    rightward, leftward = (_split_blocks(g, blocks, chunk_size, -1) for g in gates)  # (·, ·, blocks, C)
 
     inside = (q @ k.mT) * _decay_mask(rightward, leftward)  # (batch, heads, blocks, C, C)
     leave, enter, across = _edge_decays(rightward, leftward)
@@ -417,11 +420,25 @@ def _chunk_form(q, k, v, gates, chunk_size):
     return sums.flatten(2, 3)[:, :, :length]
 
 
+def _count_blocks(length, size):
+    """How many blocks of `size` it takes.
+
+    A program that is exported for any length gets the number at run time: a tracer that knew it to follow from the
+    length would make cases of whether there is one block only, and of whether the last is full.
+    """
+    blocks = (length + size - 1) // size  # ONNX divides towards zero: all has to be positive
+    if torch.compiler.is_exporting():
+        blocks = torch.scalar_tensor(blocks, dtype=torch.int64).item()
+        torch._check(blocks >= 1)
+    return blocks
+
+
 def _carry(handed_on, rightward, leftward):
     """What enters each block from its left and from its right: both directions' scans over the blocks at once.
 
     Products with small matrices of decays over groups of blocks, and the same again over the groups: linear in the
     number of blocks, without a loop, and free of the denormal numbers that a state fading step by step runs through.
+    (An exported program stops at groups. Their number is squared, but it is that of the tokens over a thousand.)
 
     Args:
         handed_on: `(batch, heads, blocks, 2, size)`, states leaving each block to the right and to the left.
@@ -430,19 +447,39 @@ def _carry(handed_on, rightward, leftward):
     Returns:
         `(batch, heads, blocks, 2, size)`, states entering each block from the left and from the right.
     """
-    blocks = handed_on.shape[2]
-    group = min(blocks, _CARRY_GROUP)
-    handed_on = _split_blocks(handed_on, group, -3)
-    rightward, leftward = (_split_blocks(g, group, -1) for g in (rightward, leftward))
+    if torch.compiler.is_exporting():  # a program for every length cannot recurse by it: it forms groups, once
+        return _carry_in_groups(handed_on, rightward, leftward, _carry_at_once)
+    if handed_on.shape[2] <= _CARRY_GROUP:
+        return _carry_at_once(handed_on, rightward, leftward)
+    return _carry_in_groups(handed_on, rightward, leftward, _carry)
 
-    at_edges = _decays_to_edges(rightward, leftward) @ handed_on.transpose(-3, -2)  # (…, groups, 2, group + 1, size)
-    entering = torch.stack([at_edges[..., 0, :-1, :], at_edges[..., 1, 1:, :]], -2)  # (…, groups, group, 2, size)
-    if handed_on.shape[2] > 1:
-        leaving = torch.stack([at_edges[..., 0, -1, :], at_edges[..., 1, 0, :]], -2)  # (…, groups, 2, size)
-        _, reach, across = _edge_decays(rightward, leftward)
-        from_groups = _carry(leaving, *across)  # (batch, heads, groups, 2, size)
-        entering = entering + reach[..., None] * from_groups[:, :, :, None]
+
+def _carry_at_once(handed_on, rightward, leftward):
+    return _entering(_states_at_edges(handed_on, rightward, leftward))
+
+
+def _carry_in_groups(handed_on, rightward, leftward, carry):
+    """`_carry` within groups of blocks at once, and by the function `carry` between the groups."""
+    blocks = handed_on.shape[2]
+    groups = _count_blocks(blocks, _CARRY_GROUP)
+    handed_on = _split_blocks(handed_on, groups, _CARRY_GROUP, -3)
+    rightward, leftward = (_split_blocks(g, groups, _CARRY_GROUP, -1) for g in (rightward, leftward))
+    at_edges = _states_at_edges(handed_on, rightward, leftward)
+    leaving = torch.stack([at_edges[..., 0, -1, :], at_edges[..., 1, 0, :]], -2)  # (…, groups, 2, size)
+    _, reach, across = _edge_decays(rightward, leftward)
+    from_groups = carry(leaving, *across)  # (batch, heads, groups, 2, size)
+    entering = _entering(at_edges) + reach[..., None] * from_groups[:, :, :, None]
     return entering.flatten(2, 3)[:, :, :blocks]
+
+
+def _states_at_edges(handed_on, rightward, leftward):
+    """States at every edge of blocks, `(…, 2, blocks + 1, size)`: what comes from its left, and from its right."""
+    return _decays_to_edges(rightward, leftward) @ handed_on.transpose(-3, -2)
+
+
+def _entering(at_edges):
+    """States entering each block, `(…, blocks, 2, size)`: over its left edge and over its right edge."""
+    return torch.stack([at_edges[..., 0, :-1, :], at_edges[..., 1, 1:, :]], -2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

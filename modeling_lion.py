@@ -34,6 +34,9 @@ logger = logging.get_logger(__name__)
 # In tokens: of the fastest head under `decay_init="multiscale"`; that of the slowest is the length of a sequence.
 SHORTEST_TIME_CONSTANT = 4.0
 
+# What holds decays, by decay type: their whole names, as `_keep_in_fp32_modules_strict` wants them.
+FP32_MODULES = {"none": [], "fixed": ["decay_bias"], "selective": ["decay_bias_proj"]}
+
 
 class LionEmbeddings(nn.Module):
     """Word, token type and, where the configuration has them, absolute position embeddings."""
@@ -113,7 +116,7 @@ class LionImageEmbeddings(nn.Module):
         if bool_masked_pos is not None:
             tokens = self._mask(tokens, bool_masked_pos)
         if self.cls_token is not None:
-            tokens = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], 1)
+            tokens = torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], 1)
         if self.position_embeddings is not None:
             tokens = tokens + self._positions(pixel_values, interpolate_pos_encoding)
         return self.dropout(tokens)  # (batch, length, hidden_size)
@@ -194,6 +197,7 @@ class LionAttention(nn.Module):
         attn_mode: str = "parallel",
         output_attentions: bool = False,
         scan: Scan | None = None,
+        segment_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         qkv = self.qkv_proj(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()  # (batch, heads, length, head_dim) each
@@ -207,6 +211,7 @@ class LionAttention(nn.Module):
             mode=attn_mode,
             chunk_size=self.config.chunk_size,
             key_mask=attention_mask,
+            segment_ids=segment_ids,
             scan=scan,
             direction=self.direction,
             diagonal=self.config.diagonal,
@@ -291,10 +296,13 @@ class LionLayer(GradientCheckpointingLayer):
         attn_mode: str = "parallel",
         output_attentions: bool = False,
         scan: Scan | None = None,
+        segment_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         pre_norm = self.norm_position == "pre"
         attention_input = self.attention_norm(hidden_states) if pre_norm else hidden_states
-        attention_output, _ = self.attention(attention_input, attention_mask, attn_mode, output_attentions, scan)
+        attention_output, _ = self.attention(
+            attention_input, attention_mask, attn_mode, output_attentions, scan, segment_ids
+        )
         hidden_states = hidden_states + self.drop_path(self.dropout(attention_output))
         if not pre_norm:
             hidden_states = self.attention_norm(hidden_states)
@@ -307,7 +315,8 @@ class LionLayer(GradientCheckpointingLayer):
 class LionPooler(nn.Module):
     """One vector per sequence, from its first token or from the mean over its tokens (`classifier_pooling`).
 
-    As in BERT a dense layer follows for text, as in the paper's image models none for images.
+    Rows into which several sequences are packed give as many vectors, row after row. As in BERT a dense layer follows
+    for text, as in the paper's image models none for images.
     """
 
     def __init__(self, config: LionConfig):
@@ -317,16 +326,34 @@ class LionPooler(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size) if is_text else nn.Identity()
         self.activation = nn.Tanh() if is_text else nn.Identity()
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        segment_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if segment_ids is not None:
+            hidden_states, attention_mask = self._unpack(hidden_states, attention_mask, segment_ids)
         pool = self._first if self.pooling == "cls" else self._mean
-        return self.activation(self.dense(pool(hidden_states, attention_mask)))  # (batch, hidden_size)
+        return self.activation(self.dense(pool(hidden_states, attention_mask)))  # (sequences, hidden_size)
+
+    @staticmethod
+    def _unpack(hidden_states, attention_mask, segment_ids):
+        """Rows of one segment each, padded on the right, and their mask."""
+        batch, length = segment_ids.shape
+        rows = torch.arange(batch, device=segment_ids.device).repeat_interleave(length).view(batch, length)
+        keep = torch.ones_like(segment_ids, dtype=torch.bool) if attention_mask is None else attention_mask
+        segments = torch.stack([rows, segment_ids], -1)[keep]  # (tokens, 2)
+        lengths = segments.unique_consecutive(return_counts=True, dim=0)[1]
+        unpacked = nn.utils.rnn.pad_sequence(hidden_states[keep].split(lengths.tolist()), batch_first=True)
+        return unpacked, torch.arange(unpacked.shape[1], device=lengths.device) < lengths[:, None]
 
     @staticmethod
     def _first(hidden_states, attention_mask):
         if attention_mask is None:
             return hidden_states[:, 0]
         first = attention_mask.int().argmax(-1)  # padding may be on the left
-        return hidden_states[torch.arange(len(first), device=first.device), first]
+        return hidden_states[torch.arange(first.shape[0], device=first.device), first]
 
     @staticmethod
     def _mean(hidden_states, attention_mask):
@@ -356,7 +383,6 @@ class LionPreTrainedModel(PreTrainedModel):
     input_modalities = ("text",)
     supports_gradient_checkpointing = True
     _no_split_modules = ["LionEmbeddings", "LionImageEmbeddings", "LionLayer"]
-    _keep_in_fp32_modules_strict = ["decay_bias"]
     _can_compile_fullgraph = True
     _can_record_outputs = {
         "hidden_states": LionLayer,
@@ -369,6 +395,7 @@ class LionPreTrainedModel(PreTrainedModel):
             accepted = " or ".join(f'modality="{modality}"' for modality in self.input_modalities)
             raise ValueError(f'{type(self).__name__} needs a configuration with {accepted}, got "{config.modality}"')
         super().__init__(config, *inputs, **kwargs)
+        self._keep_in_fp32_modules_strict = FP32_MODULES[config.decay_type]
 
     @classmethod
     def from_pretrained(cls, *args, use_safetensors: bool | None = None, **kwargs):
@@ -470,9 +497,15 @@ class LionModel(LionPreTrainedModel):
         bool_masked_pos: torch.BoolTensor | None = None,
         interpolate_pos_encoding: bool | None = None,
         attn_mode: str | None = None,
+        seq_idx: torch.IntTensor | None = None,
+        cu_seq_lens_q: torch.IntTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
         r"""
+        position_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Indices of positions of each input sequence tokens in the position embeddings. A position of 0 begins a
+            new sequence: those packed into one row never see each other, and each has its own pooled output. (In a
+            graph that is compiled or exported pooling goes by rows, unless `seq_idx` or `cu_seq_lens_q` is given.)
         bool_masked_pos (`torch.BoolTensor` of shape `(batch_size, num_patches)`, *optional*):
             Boolean masked positions. Indicates which patches are masked (1) and which aren't (0).
         interpolate_pos_encoding (`bool`, *optional*):
@@ -481,8 +514,12 @@ class LionModel(LionPreTrainedModel):
         attn_mode (`str`, *optional*):
             Form in which attention is computed in this call, instead of the configuration's: `"auto"`, `"parallel"`,
             `"chunk"` or `"rnn"`.
+        seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Number of the sequence that each token of a packed row belongs to.
+        cu_seq_lens_q (`torch.IntTensor` of shape `(num_sequences + 1,)`, *optional*):
+            Where the sequences packed into a single row begin, and its length.
         """
-        scan = None
+        scan = segment_ids = None
         if self.config.modality == "image":
             if pixel_values is None or input_ids is not None or inputs_embeds is not None:
                 raise ValueError(
@@ -491,24 +528,32 @@ class LionModel(LionPreTrainedModel):
             hidden_states = self.embeddings(pixel_values, bool_masked_pos, interpolate_pos_encoding)
             grid = self.embeddings.grid_of(pixel_values)
             scan = get_scan(self.config.scan_order, *grid, self.config.use_cls_token, hidden_states.device)
+            attention_mask = _key_mask(attention_mask, hidden_states.shape[:2])
         else:
             if pixel_values is not None or (input_ids is None) == (inputs_embeds is None):
                 raise ValueError(
                     "You must specify exactly one of input_ids or inputs_embeds, no pixel_values: the model reads text"
                 )
+            shape = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
+            attention_mask = _key_mask(attention_mask, shape)
+            segment_ids = _segment_ids(shape, attention_mask, position_ids, seq_idx, cu_seq_lens_q)
+            if position_ids is None and segment_ids is not None:
+                position_ids = _positions_in(segment_ids)
             hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds)
 
         output_attentions = kwargs.get("output_attentions", self.config.output_attentions)
-        attn_mode = self._resolve_mode(attn_mode, hidden_states.shape[1], output_attentions)
-        attention_mask = _key_mask(attention_mask, hidden_states)
+        ordered = segment_ids is not None or self.config.decay_type != "none" or self.config.direction != "both"
+        attn_mode = self._resolve_mode(attn_mode, hidden_states.shape[1], ordered, output_attentions)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask, attn_mode, output_attentions, scan)
+            hidden_states = layer(hidden_states, attention_mask, attn_mode, output_attentions, scan, segment_ids)
         hidden_states = self.final_norm(hidden_states)
 
-        pooled = self.pooler(hidden_states, attention_mask) if self.pooler is not None else None
+        if is_tracing(hidden_states) and seq_idx is None and cu_seq_lens_q is None:
+            segment_ids = None  # the number of sequences must not depend on the values of positions
+        pooled = self.pooler(hidden_states, attention_mask, segment_ids) if self.pooler is not None else None
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
-    def _resolve_mode(self, attn_mode: str | None, length: int, output_attentions: bool) -> str:
+    def _resolve_mode(self, attn_mode: str | None, length: int, ordered: bool, output_attentions: bool) -> str:
         mode = _check_attn_mode(self.config.attn_mode if attn_mode is None else attn_mode)
         if output_attentions:
             if mode in ("chunk", "rnn"):
@@ -517,21 +562,19 @@ class LionModel(LionPreTrainedModel):
                 )
             return "parallel"
         if mode == "auto":
-            ordered = self.config.decay_type != "none" or self.config.direction != "both"
             mode = choose_mode(length, has_decay=ordered)
         if mode != "parallel" and self.training and self.config.attention_probs_dropout_prob > 0:
             _warn_once(f"The {mode} form has no attention matrix: `attention_probs_dropout_prob` is ignored in it.")
         return mode
 
 
-def _key_mask(attention_mask: torch.Tensor | None, hidden_states: torch.Tensor) -> torch.Tensor | None:
+def _key_mask(attention_mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
     """`attention_mask` as bool `(batch, length)`, or `None` where it masks nothing."""
     if attention_mask is None:
         return None
-    if attention_mask.shape != hidden_states.shape[:2]:
+    if attention_mask.shape != shape:
         raise ValueError(
-            f"`attention_mask` must be (batch, length) = {tuple(hidden_states.shape[:2])}, "
-            f"got shape {tuple(attention_mask.shape)}"
+            f"`attention_mask` must be (batch, length) = {tuple(shape)}, got shape {tuple(attention_mask.shape)}"
         )
     if not is_tracing(attention_mask) and attention_mask.is_floating_point() and (attention_mask < 0).any():
         raise ValueError(
@@ -541,6 +584,75 @@ def _key_mask(attention_mask: torch.Tensor | None, hidden_states: torch.Tensor) 
     attention_mask = attention_mask.bool()
     # Asking costs less than masking; in a traced graph the answer must not be frozen.
     return None if not is_tracing(attention_mask) and attention_mask.all() else attention_mask
+
+
+def _segment_ids(
+    shape: torch.Size,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    cu_seq_lens: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Numbers `(batch, length)` of the sequences packed into rows, or `None` where every row is one."""
+    given = {}
+    if position_ids is not None:
+        begins = position_ids.expand(shape) == 0
+        begins = begins if attention_mask is None else begins & attention_mask  # positions of padding are often 0
+        given["position_ids"] = begins.cumsum(-1)
+    if seq_idx is not None:
+        if seq_idx.shape != shape:
+            raise ValueError(f"`seq_idx` must be (batch, length) = {tuple(shape)}, got shape {tuple(seq_idx.shape)}")
+        given["seq_idx"] = seq_idx
+    if cu_seq_lens is not None:
+        given["cu_seq_lens_q"] = _segments_of_lengths(cu_seq_lens, shape)
+    if not given:
+        return None
+    segment_ids = list(given.values())[-1]
+    if is_tracing(segment_ids):
+        return segment_ids
+    real = torch.ones(shape, dtype=torch.bool, device=segment_ids.device) if attention_mask is None else attention_mask
+    _check_boundaries(given, position_ids, real)
+    return segment_ids if _boundaries(segment_ids, real).any() else None
+
+
+def _segments_of_lengths(cu_seq_lens: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    batch, length = shape
+    lengths = cu_seq_lens.diff()
+    if not is_tracing(cu_seq_lens):
+        is_whole = batch == 1 and cu_seq_lens[0] == 0 and cu_seq_lens[-1] == length
+        if not is_whole or (lengths < 0).any():
+            raise ValueError(
+                f"`cu_seq_lens_q` must rise from 0 to the length of the only row, got {cu_seq_lens.tolist()} for "
+                f"(batch, length) = {tuple(shape)}"
+            )
+    numbers = torch.arange(len(lengths), device=lengths.device)
+    return numbers.repeat_interleave(lengths, output_size=length)[None]
+
+
+def _check_boundaries(given: dict[str, torch.Tensor], position_ids: torch.Tensor | None, real: torch.Tensor):
+    """Refuse fields that begin sequences at different tokens."""
+    boundaries = {name: _boundaries(segment_ids, real) for name, segment_ids in given.items()}
+    if position_ids is not None and len(given) > 1:  # beside other fields positions may restart at any number
+        offsets = torch.arange(real.shape[1], device=real.device) - position_ids
+        boundaries["position_ids"] = _boundaries(offsets, real)
+    first, *others = boundaries
+    for name in others:
+        if not torch.equal(boundaries[first], boundaries[name]):
+            raise ValueError(f"`{first}` and `{name}` contradict each other: sequences begin at different tokens")
+
+
+def _boundaries(segment_ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Whether each token that is not masked, but the first, begins a segment of the same row."""
+    rows = torch.arange(len(real), device=real.device)[:, None].expand_as(real)[real]
+    segment_ids = segment_ids.expand_as(real)[real]
+    return (segment_ids[1:] != segment_ids[:-1]) & (rows[1:] == rows[:-1])
+
+
+def _positions_in(segment_ids: torch.Tensor) -> torch.Tensor:
+    """Positions of tokens in their segments, `(batch, length)`."""
+    positions = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
+    begins = nn.functional.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
+    return positions - (positions * begins).cummax(-1).values
 
 
 def _warn_once(message: str):
@@ -623,8 +735,8 @@ def _classification_loss(
     model: LionPreTrainedModel, logits: torch.Tensor, labels: torch.Tensor, kwargs: dict
 ) -> torch.Tensor:
     """The library's loss by problem type, for sequences and images, `(batch, num_labels)` logits."""
-    if model.config.num_labels == 1:  # regression, also to integers
-        labels = labels.to(logits.dtype)
+    if model.config.num_labels == 1 and model.config.problem_type != "single_label_classification":
+        labels = labels.to(logits.dtype)  # regression, also to integers
     kwargs = _count_targets(labels, kwargs)
     loss = model.loss_function(labels, logits, model.config, **kwargs)
     if model.config.problem_type != "single_label_classification":
@@ -750,6 +862,8 @@ class LionForMultipleChoice(LionPreTrainedModel):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
+        if len(outputs.pooler_output) != len(input_ids if input_ids is not None else inputs_embeds):
+            raise ValueError("LionForMultipleChoice takes one sequence a choice, but `position_ids` begin several")
         logits = self.classifier(self.dropout(outputs.pooler_output)).view(-1, num_choices)
 
         loss = None

@@ -99,13 +99,17 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
         return action.help if action.default in (None, [], {}) else super()._get_help_string(action)
 
 
-class _Parser(HfArgumentParser):
+class Parser(HfArgumentParser):
     def error(self, message):
         raise UsageError(message)
 
 
 def parse_arguments(
-    dataclass_types: Sequence[type], argv: Sequence[str] | None = None, description: str | None = None
+    dataclass_types: Sequence[type],
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    *,
+    other_recipe_types: Sequence[type] = (),
 ) -> tuple:
     """One instance of each dataclass, from defaults, then the recipe, then the command line.
 
@@ -113,12 +117,13 @@ def parse_arguments(
         dataclass_types: the arguments; field names are unique over all of them.
         argv: the command line without the program's name; `sys.argv[1:]` when None.
         description: stands at the top of `--help` as it is.
+        other_recipe_types: arguments of other scripts, which a recipe may hold as well; they are not looked at.
 
     Raises:
         UsageError: an unknown key or argument (close matches are named), a value of the wrong type, a missing recipe.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = _Parser(
+    parser = Parser(
         dataclass_types,
         description=description,
         formatter_class=_HelpFormatter,
@@ -128,7 +133,8 @@ def parse_arguments(
     recipe_help = "YAML file with values for these arguments, or the name of one in scripts/recipes."
     parser.add_argument("--recipe", metavar="FILE", help=recipe_help)
     recipe = _load_recipe(argv)
-    names = [field.name for dataclass_type in dataclass_types for field in dataclasses.fields(dataclass_type)]
+    names, others = _field_names(dataclass_types), _field_names(other_recipe_types)
+    recipe = {name: value for name, value in recipe.items() if name in names or name not in others}
     *parsed, _, unknown = parser.parse_args_into_dataclasses(
         [*as_arguments(recipe, names), *argv], return_remaining_strings=True, look_for_args_file=False
     )
@@ -138,8 +144,12 @@ def parse_arguments(
     return tuple(parsed)
 
 
+def _field_names(dataclass_types: Sequence[type]) -> list[str]:
+    return [field.name for dataclass_type in dataclass_types for field in dataclasses.fields(dataclass_type)]
+
+
 def _load_recipe(argv: Sequence[str]) -> dict[str, Any]:
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe")
     given = parser.parse_known_args(argv)[0].recipe
     if given is None:

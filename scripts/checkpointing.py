@@ -64,7 +64,7 @@ def claim_output_dir(output_dir: Path, overwrite: bool) -> None:
     if output_dir.exists() and not output_dir.is_dir():
         raise UsageError(f"output_dir {output_dir} is a file.")
     if output_dir.is_dir() and {path.name for path in output_dir.iterdir()} - {"runs"} and not overwrite:
-        raise UsageError(f"output_dir {output_dir} is not empty; --overwrite_output_dir trains into it all the same.")
+        raise UsageError(f"output_dir {output_dir} is not empty; --overwrite_output_dir writes into it all the same.")
 
 
 def clear_output_dir(output_dir: Path) -> None:

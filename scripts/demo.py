@@ -31,6 +31,7 @@ import lion_transformers  # noqa: F401  registers LION with the Auto classes
 from lion_transformers.attention_lion import ATTENTION_MODES
 from lion_transformers.scripts.arguments import UsageError, call, run
 from lion_transformers.scripts.checkpointing import atomic_write, write_json
+from lion_transformers.scripts.training import provenance
 
 
 SCRIPTS = Path(__file__).parent
@@ -136,7 +137,8 @@ def finetune(output):
     trainer.train()
     metrics = trainer.evaluate()
     trainer.save_model()
-    write_json(output / "results.json", {"eval_accuracy": metrics["eval_accuracy"]})
+    arguments = {"train_file": [files["train"]], "validation_file": [files["validation"]]}
+    write_json(output / "results.json", {"eval_accuracy": metrics["eval_accuracy"], **provenance(model, arguments)})
 
 
 def report(folder):

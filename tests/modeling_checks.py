@@ -6,14 +6,19 @@ import re
 from pathlib import Path
 
 import torch
+from folder_tasks import outputs_of
 from oracle import loop_weights
-from standalone import outputs_of
+from safetensors.torch import load_file
 from torch import nn
 
 import lion_transformers
+from lion_transformers.scripts.convert_original_checkpoint import convert_original_checkpoint
 
 
 GOLDEN = Path(__file__).parent / "golden"
+GOLDEN_CASES = {entry["name"]: entry for entry in json.loads((GOLDEN / "manifest.json").read_text())}
+GOLDEN_IMAGES = [name for name, entry in GOLDEN_CASES.items() if entry["task"] == "image"]
+GOLDEN_TEXTS = [name for name in GOLDEN_CASES if name not in GOLDEN_IMAGES]
 DECAYS = ("none", "fixed", "selective")
 MODES = ("parallel", "chunk", "rnn")
 
@@ -90,6 +95,67 @@ def assert_carries_code(folder):
         "AutoModel": "modeling_lion.LionModel",
         **{f"AutoModelFor{head}": f"modeling_lion.LionFor{head}" for head in heads},
     }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints of the public reference
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def golden_state(name):
+    """Tensors of a checkpoint of the public reference."""
+    content = torch.load(GOLDEN / GOLDEN_CASES[name]["checkpoint"], weights_only=True)
+    return dict(content["model"] if name in GOLDEN_IMAGES else content["state"]["model"])
+
+
+def golden_task(name):
+    return "image-classification" if name in GOLDEN_IMAGES else GOLDEN_CASES[name]["task"]
+
+
+def golden_settings(name):
+    """What the tensors of such a checkpoint do not tell, from the reference's own options."""
+    official = GOLDEN_CASES[name]["official"]
+    settings = {"layer_norm_eps": official["layer_norm_eps"]}
+    if name in GOLDEN_IMAGES:
+        settings["pooling"] = "cls" if official["cls_tok"] else "mean"
+        settings["image_size"] = official["img_size"]
+    if name in ("vision_lit", "mlm_lit"):
+        settings["num_attention_heads"] = 3
+    return settings
+
+
+def load_golden(name):
+    settings = golden_settings(name)
+    return convert_original_checkpoint(golden_state(name), golden_task(name), settings).model
+
+
+def assert_gives_golden_outputs(model, name, mode):
+    """Logits and the hidden states that the reference recorded: of every layer for images, the last for text."""
+    expected = load_file(GOLDEN / f"{name}.expected.safetensors")
+    if name in GOLDEN_IMAGES:
+        assert_gives_golden_blocks(model, expected, mode)
+        return
+    batch = {key: expected[key] for key in ("input_ids", "attention_mask", "token_type_ids")}
+    real = batch["attention_mask"].bool()
+    assert not real.all()
+    with torch.no_grad():
+        output = model(**batch, attn_mode=mode, output_hidden_states=True)
+    assert_close(output.hidden_states[-1][real], expected["last_hidden_state"][real])
+    rows = slice(None) if output.logits.ndim == 2 else real
+    assert_close(output.logits[rows], expected["logits"][rows])
+
+
+def assert_gives_golden_blocks(model, expected, mode):
+    outputs = []
+    hooks = [layer.register_forward_hook(lambda *args: outputs.append(args[-1])) for layer in model.lion.layers]
+    with torch.no_grad():
+        logits = model(expected["pixel_values"], attn_mode=mode).logits
+    for hook in hooks:
+        hook.remove()
+    assert len(outputs) == len(expected) - 2 == 2
+    for i, output in enumerate(outputs):
+        assert_close(output, expected[f"block_{i}"])
+    assert_close(logits, expected["logits"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -783,6 +783,15 @@ def test_weights_are_the_effective_matrix_over_scan_orders(decay, direction, dia
     torch.testing.assert_close(weights @ inputs[2], output)
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+def test_gradients_of_the_output_reach_the_weights(normalize):
+    q, k, v, log_decay = make_inputs("selective")
+    output, weights = lion_attention(q.requires_grad_(), k, v, log_decay, normalize=normalize, return_weights=True)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(4), dtype=output.dtype)
+    (gradient,) = torch.autograd.grad(output, weights, upstream)
+    torch.testing.assert_close(gradient, upstream @ v.mT)
+
+
 def test_dropout_drops_weights_after_normalisation():
     inputs = make_inputs("selective", length=40)
     _, weights = lion_attention(*inputs, normalize=True, return_weights=True)

@@ -1,7 +1,6 @@
 """The LION text models: values against independent references, and what Transformers expects of any family."""
 
 import copy
-import json
 import math
 import re
 import warnings
@@ -10,9 +9,10 @@ import pytest
 import torch
 from modeling_checks import (
     DECAYS,
-    GOLDEN,
+    GOLDEN_TEXTS,
     MODES,
     assert_close,
+    assert_gives_golden_outputs,
     assert_same_state,
     below,
     build_from,
@@ -20,6 +20,7 @@ from modeling_checks import (
     decay_parameters,
     fill_with_constants,
     gradients,
+    load_golden,
     outputs_of,
     reference_attention,
     relative_error,
@@ -39,8 +40,6 @@ from transformers import (
     BertConfig,
     BertModel,
     BertTokenizer,
-    Trainer,
-    TrainingArguments,
     pipeline,
 )
 
@@ -54,7 +53,6 @@ from lion_transformers import (
     LionModel,
 )
 from lion_transformers.attention_lion import PARALLEL_MAX_LENGTH, PARALLEL_MAX_LENGTH_WITHOUT_DECAY
-from lion_transformers.scripts.convert_original import convert_original_checkpoint
 
 
 RECIPES = {
@@ -135,30 +133,11 @@ def targets_for(cls, length=24):
 # Values: checkpoints of the public reference, BERT, a float64 loop
 # ---------------------------------------------------------------------------------------------------------------------
 
-MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
-GOLDEN_CASES = {entry["name"]: entry for entry in MANIFEST if entry["task"] != "image"}
-
-
-def load_golden(name):
-    entry = GOLDEN_CASES[name]
-    state = torch.load(GOLDEN / entry["checkpoint"], weights_only=True)["state"]["model"]
-    return convert_original_checkpoint(state, entry["official"], entry["task"])
-
 
 @each_mode
-@pytest.mark.parametrize("name", GOLDEN_CASES)
+@pytest.mark.parametrize("name", GOLDEN_TEXTS)
 def test_checkpoint_of_the_public_reference_gives_its_outputs(name, mode):
-    expected = load_file(GOLDEN / f"{name}.expected.safetensors")
-    batch = {key: expected[key] for key in ("input_ids", "attention_mask", "token_type_ids")}
-    real = batch["attention_mask"].bool()
-    assert not real.all()
-    with torch.no_grad():
-        output = load_golden(name)(**batch, attn_mode=mode, output_hidden_states=True)
-    assert_close(output.hidden_states[-1][real], expected["last_hidden_state"][real])
-    if output.logits.ndim == 2:
-        assert_close(output.logits, expected["logits"])
-    else:
-        assert_close(output.logits[real], expected["logits"][real])
+    assert_gives_golden_outputs(load_golden(name), name, mode)
 
 
 def reference_encoder(model, batch):
@@ -672,7 +651,8 @@ def test_exactly_one_of_ids_and_embeddings_is_needed(cls):
 
 def test_position_ids_choose_rows_of_the_table():
     model, batch = build(LionModel, "none"), make_batch()
-    permutation = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    permutation = torch.cat([torch.zeros(1, dtype=torch.long), 1 + torch.randperm(39, generator=generator)])
     with torch.no_grad():
         plain = model(**batch).last_hidden_state
         assert torch.equal(model(**batch, position_ids=torch.arange(24)[None]).last_hidden_state, plain)
@@ -685,9 +665,9 @@ def test_position_ids_choose_rows_of_the_table():
 
 
 @pytest.mark.parametrize("decay_type", ["fixed", "selective"])
-def test_position_ids_mean_nothing_under_decays(decay_type):
+def test_positions_but_0_which_begins_a_sequence_mean_nothing_under_decays(decay_type):
     model, batch = build(LionModel, decay_type), make_batch()
-    shuffled = torch.randperm(24, generator=torch.Generator().manual_seed(0))[None]
+    shuffled = 1 + torch.randperm(24, generator=torch.Generator().manual_seed(0))[None]
     with torch.no_grad():
         expected = model(**batch).last_hidden_state
         assert torch.equal(model(**batch, position_ids=shuffled).last_hidden_state, expected)
@@ -934,6 +914,14 @@ def test_regression_to_several_numbers():
     with torch.no_grad():
         output = model(**make_batch(), labels=labels)
     assert output.loss.item() == pytest.approx(squared_error(output.logits, labels) / 9, rel=1e-5)
+
+
+def test_one_class_is_a_classification_where_the_problem_type_says_so():
+    model = build(LionForSequenceClassification, num_labels=1)
+    model.config.problem_type = "single_label_classification"  # as Transformers' own test sets it
+    with torch.no_grad():
+        output = model(**make_batch(), labels=torch.zeros(3, dtype=torch.long))
+    assert output.loss.item() == 0.0  # the only class has probability 1
 
 
 def test_several_labels_at_once():
@@ -1299,91 +1287,3 @@ def test_question_answering_head_learns_to_point_at_a_span(tokenizer):
         output = model.eval()(**batch)
     assert output.start_logits.argmax(-1).tolist() == answers
     assert output.end_logits.argmax(-1).tolist() == [i + 1 for i in answers]
-
-
-def toy_examples(count=48, length=12, seed=0):
-    """The label says which of two tokens occurs, somewhere in noise; lengths differ."""
-    generator = torch.Generator().manual_seed(seed)
-    examples = []
-    for i in range(count):
-        ids = torch.randint(10, 96, (length - i % 4,), generator=generator)
-        ids[torch.randint(0, len(ids), (3,), generator=generator)] = 5 + i % 2
-        examples.append({"input_ids": ids.tolist(), "labels": i % 2})
-    return examples
-
-
-def collate(examples):
-    longest = max(len(example["input_ids"]) for example in examples)
-    rows = [example["input_ids"] + [0] * (longest - len(example["input_ids"])) for example in examples]
-    ids = torch.tensor(rows)
-    labels = torch.tensor([example["labels"] for example in examples])
-    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
-
-
-def make_trainer(model, folder, **arguments):
-    arguments = {"per_device_train_batch_size": 16, "learning_rate": 5e-3, "max_steps": 15, **arguments}
-    quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "seed": 0}
-    return Trainer(
-        model=model,
-        args=TrainingArguments(output_dir=str(folder), logging_steps=1, **quiet, **arguments),
-        train_dataset=toy_examples(),
-        data_collator=collate,
-    )
-
-
-@each_decay
-def test_trainer_fits_saves_and_reloads(tmp_path, decay_type):
-    torch.manual_seed(0)
-    model = LionForSequenceClassification(tiny_config(decay_type, num_labels=2, initializer_range=0.1))
-    decays = {name: parameter.detach().clone() for name, parameter in decay_parameters(model).items()}
-    trainer = make_trainer(model, tmp_path, max_steps=25)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < 0.3 < losses[0]
-    held_out = collate(toy_examples(seed=1))
-    with torch.no_grad():
-        logits = model.eval()(**held_out).logits
-    assert (logits.argmax(-1) == held_out["labels"]).double().mean() > 0.9  # half of them by chance
-    assert all(not torch.equal(p, decays[name]) for name, p in decay_parameters(model).items())
-
-    trainer.save_model()
-    for loader in (LionForSequenceClassification, AutoModelForSequenceClassification):
-        with torch.no_grad():
-            assert torch.equal(copy.deepcopy(loader.from_pretrained(tmp_path))(**held_out).logits, logits)
-
-
-@pytest.mark.parametrize("decay_type", ["fixed", "selective"])
-def test_trainer_exempts_decays_from_weight_decay(tmp_path, decay_type):
-    model = LionForSequenceClassification(tiny_config(decay_type))
-    names = make_trainer(model, tmp_path).get_decay_parameter_names(model)
-    assert any("qkv_proj.weight" in name for name in names)
-    assert not [name for name in names if name in decay_parameters(model)]
-
-
-class RecordedLoss(torch.optim.SGD):
-    """Keeps the gradients of its first step."""
-
-    def step(self, closure=None):
-        self.first = getattr(self, "first", None) or [p.grad.clone() for g in self.param_groups for p in g["params"]]
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("num_labels", [1, 2], ids=["regression", "classification"])
-def test_gradient_accumulation_does_not_change_the_step(tmp_path, num_labels):
-    """Sixteen examples at once or four times four: the same gradient."""
-    first = []
-    for size, steps in ((16, 1), (4, 4)):
-        model = build(LionForSequenceClassification, num_labels=num_labels)
-        optimizer = RecordedLoss(model.parameters(), lr=0.0)
-        trainer = make_trainer(
-            model,
-            tmp_path,
-            per_device_train_batch_size=size,
-            gradient_accumulation_steps=steps,
-            max_steps=1,
-            max_grad_norm=0.0,
-        )
-        trainer.optimizer = optimizer
-        trainer.train()
-        first.append(torch.cat([gradient.flatten() for gradient in optimizer.first]))
-    assert relative_error(first[1], first[0]) < 1e-4

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 import math
 import re
 import warnings
@@ -12,9 +11,10 @@ import pytest
 import torch
 from modeling_checks import (
     DECAYS,
-    GOLDEN,
+    GOLDEN_IMAGES,
     MODES,
     assert_close,
+    assert_gives_golden_outputs,
     assert_same_state,
     below,
     build_from,
@@ -22,6 +22,7 @@ from modeling_checks import (
     decay_parameters,
     fill_with_constants,
     gradients,
+    load_golden,
     outputs_of,
     reference_attention,
     relative_error,
@@ -29,7 +30,6 @@ from modeling_checks import (
     squared_error,
 )
 from PIL import Image
-from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -59,7 +59,6 @@ from lion_transformers import (
     LionModel,
 )
 from lion_transformers.modeling_lion import LionDropPath
-from lion_transformers.scripts.convert_original import convert_original_checkpoint
 
 
 SCANS = tuple(SCAN_ORDERS)
@@ -135,26 +134,11 @@ def targets_for(cls):
 # Values: checkpoints of the public reference, a float64 loop, ViT
 # ---------------------------------------------------------------------------------------------------------------------
 
-MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
-GOLDEN_CASES = {entry["name"]: entry for entry in MANIFEST if entry["task"] == "image"}
-
 
 @each_mode
-@pytest.mark.parametrize("name", GOLDEN_CASES)
+@pytest.mark.parametrize("name", GOLDEN_IMAGES)
 def test_checkpoint_of_the_public_reference_gives_its_outputs(name, mode):
-    entry, expected = GOLDEN_CASES[name], load_file(GOLDEN / f"{name}.expected.safetensors")
-    state = torch.load(GOLDEN / entry["checkpoint"], weights_only=True)["model"]
-    model = convert_original_checkpoint(state, entry["official"], entry["task"])
-    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in state.values())
-    outputs = []
-    for layer in model.lion.layers:
-        layer.register_forward_hook(lambda module, args, output: outputs.append(output))
-    with torch.no_grad():
-        logits = model(expected["pixel_values"], attn_mode=mode).logits
-    assert len(outputs) == entry["official"]["depth"] == 2
-    for i, output in enumerate(outputs):
-        assert_close(output, expected[f"block_{i}"])
-    assert_close(logits, expected["logits"])
+    assert_gives_golden_outputs(load_golden(name), name, mode)
 
 
 def patches_by_hand(images, patch):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from folder_tasks import answer, example, outputs_of
 from modeling_checks import (
     DECAYS,
     assert_carries_code,
@@ -20,7 +21,6 @@ from modeling_checks import (
     build_from,
 )
 from safetensors.torch import load_file
-from standalone import answer, example, outputs_of
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -104,13 +104,13 @@ def make_site_packages(tmp_path_factory):
 
 
 @pytest.fixture
-def run_standalone(tmp_path, make_site_packages):
-    """Runs a task of standalone.py with empty caches; returns the lines that it printed."""
+def run_task(tmp_path, make_site_packages):
+    """Runs a task of folder_tasks.py with empty caches; returns the lines that it printed."""
 
     def run(task, *arguments, packages=()):
         variables = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHON"))}
         variables |= {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        script = Path(__file__).with_name("standalone.py")
+        script = Path(__file__).with_name("folder_tasks.py")
         command = [sys.executable, "-I", "-S", script, make_site_packages(*packages), task, *arguments]
         result = subprocess.run(
             command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
@@ -121,7 +121,7 @@ def run_standalone(tmp_path, make_site_packages):
     return run
 
 
-def test_folders_load_alone_in_every_class_and_so_do_those_saved_from_there(tmp_path, run_standalone):
+def test_folders_load_alone_in_every_class_and_so_do_those_saved_from_there(tmp_path, run_task):
     """Cases F8 to F10."""
     generations = [tmp_path / f"generation-{number}" for number in range(3)]
     models = {
@@ -133,7 +133,7 @@ def test_folders_load_alone_in_every_class_and_so_do_those_saved_from_there(tmp_
     for name, model in models.items():
         model.save_pretrained(generations[0] / name)
     for source, destination in itertools.pairwise(generations):
-        run_standalone("reload", source, destination)
+        run_task("reload", source, destination)
         for name, model in models.items():
             assert_carries_code(destination / name)
             first, again = (load_file(folder / name / "model.safetensors") for folder in (generations[0], destination))
@@ -143,38 +143,38 @@ def test_folders_load_alone_in_every_class_and_so_do_those_saved_from_there(tmp_
 
 
 @pytest.mark.parametrize("modality", CONFIGS)
-def test_f9_an_encoder_loads_alone_into_every_head_and_trains(tmp_path, run_standalone, modality):
+def test_f9_an_encoder_loads_alone_into_every_head_and_trains(tmp_path, run_task, modality):
     build("AutoModel", modality).save_pretrained(tmp_path / "encoder")
     heads = [auto_class for auto_class in FITTING[modality] if auto_class != "AutoModel"]
-    lines = run_standalone("every_head", tmp_path / "encoder", *heads, packages=["accelerate"])
+    lines = run_task("every_head", tmp_path / "encoder", *heads, packages=["accelerate"])
     assert [line for line in lines if line in heads] == heads
 
 
-def test_a_configuration_without_a_model_leads_to_every_class(tmp_path, run_standalone):
+def test_a_configuration_without_a_model_leads_to_every_class(tmp_path, run_task):
     make_config().save_pretrained(tmp_path / "config")
     assert_carries_code(tmp_path / "config")
-    assert run_standalone("configuration_alone", tmp_path / "config", tmp_path / "again") == ["LionModel"]
+    assert run_task("configuration_alone", tmp_path / "config", tmp_path / "again") == ["LionModel"]
     assert_carries_code(tmp_path / "again")
 
 
-def test_without_trust_transformers_refuses(tmp_path, run_standalone):
+def test_without_trust_transformers_refuses(tmp_path, run_task):
     build("AutoModelForMaskedLM").save_pretrained(tmp_path / "model")
     classes = ["AutoConfig", "AutoModel", "AutoModelForMaskedLM"]
-    lines = run_standalone("without_trust", tmp_path / "model", *classes)
+    lines = run_task("without_trust", tmp_path / "model", *classes)
     refusals = [line for line in lines if "refused:" in line]
     assert len(refusals) == len(classes)
     assert all("custom code which must be executed" in line and "trust_remote_code=True" in line for line in refusals)
 
 
-def test_tokenizers_and_image_processors_need_no_code(tmp_path, run_standalone):
+def test_tokenizers_and_image_processors_need_no_code(tmp_path, run_task):
     for modality in CONFIGS:
         build("AutoModel", modality).save_pretrained(tmp_path / modality)
     vocab = {token: i for i, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"])}
     BertTokenizer(vocab=vocab).save_pretrained(tmp_path / "text")
     ViTImageProcessor().save_pretrained(tmp_path / "image")
-    assert run_standalone("without_code", "AutoTokenizer", tmp_path / "text") == ["BertTokenizer"]
+    assert run_task("without_code", "AutoTokenizer", tmp_path / "text") == ["BertTokenizer"]
     packages = ["torchvision", "pillow"]
-    lines = run_standalone("without_code", "AutoImageProcessor", tmp_path / "image", packages=packages)
+    lines = run_task("without_code", "AutoImageProcessor", tmp_path / "image", packages=packages)
     assert lines == ["ViTImageProcessor"]
 
 

@@ -1,6 +1,6 @@
 """Tasks of test_saved_folder.py, each run in a process of its own that has a saved folder and nothing else of ours.
 
-    python -I -S standalone.py SITE_PACKAGES TASK ARGUMENTS …
+    python -I -S folder_tasks.py SITE_PACKAGES TASK ARGUMENTS …
 
 What can be imported is what lies in SITE_PACKAGES.
 """

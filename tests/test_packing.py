@@ -1,0 +1,199 @@
+"""Sequences packed into one row: each is as if alone, in every form and in every head."""
+
+import functools
+
+import modeling_checks
+import pytest
+import torch
+from modeling_checks import DECAYS, MODES, build_from, outputs_of
+from transformers import DataCollatorWithFlattening
+
+from lion_transformers import (
+    LionConfig,
+    LionForMaskedLM,
+    LionForMultipleChoice,
+    LionForQuestionAnswering,
+    LionForSequenceClassification,
+    LionForTokenClassification,
+    LionModel,
+)
+
+
+LENGTHS = (5, 1, 40, 17, 2)
+FIELDS = {
+    "position_ids": {},
+    "seq_idx": {"return_position_ids": False, "return_seq_idx": True},
+    "cu_seq_lens_q": {"return_position_ids": False, "return_flash_attn_kwargs": True},
+    "all": {"return_seq_idx": True, "return_flash_attn_kwargs": True},
+    "positions from 2": {"position_ids_start": 2, "return_seq_idx": True},
+}
+assert_close = functools.partial(modeling_checks.assert_close, tolerance=1e-9)
+PER_TOKEN = (LionModel, LionForMaskedLM, LionForTokenClassification, LionForQuestionAnswering)
+
+each_decay = pytest.mark.parametrize("decay_type", DECAYS)
+each_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def build(cls, decay_type="selective", **overrides):
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 40}
+    sizes |= {"vocab_size": 50, "max_position_embeddings": 48, "chunk_size": 16, "num_labels": 3}
+    return build_from(cls, LionConfig(decay_type=decay_type, **{**sizes, **overrides}), dtype=torch.float64)
+
+
+def make_sequences():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, 50, (length,), generator=generator) for length in LENGTHS]
+
+
+def pack(sequences, **options):
+    batch = DataCollatorWithFlattening(**options)([{"input_ids": ids} for ids in sequences])
+    del batch["labels"]
+    return batch
+
+
+@torch.no_grad()
+def outputs_alone(model, sequences, **kwargs):
+    return [outputs_of(model(ids[None], **kwargs)) for ids in sequences]
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+@pytest.mark.parametrize("cls", PER_TOKEN, ids=lambda cls: cls.__name__)
+@each_decay
+@each_mode
+def test_tokens_of_a_packed_sequence_are_as_if_it_were_alone(cls, decay_type, mode, fields):
+    model, sequences = build(cls, decay_type), make_sequences()
+    first = 2 if fields == "positions from 2" else 0
+    with torch.no_grad():
+        packed = outputs_of(model(**pack(sequences, **FIELDS[fields]), attn_mode=mode))
+        expected = [
+            outputs_of(model(ids[None], position_ids=first + torch.arange(len(ids))[None])) for ids in sequences
+        ]
+    assert_close(packed, torch.cat(expected, 1))
+
+
+@pytest.mark.parametrize("fields", ["position_ids", "seq_idx", "cu_seq_lens_q", "all"])
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@each_decay
+@each_mode
+def test_each_packed_sequence_has_its_own_pooled_output(decay_type, mode, pooling, fields):
+    model, sequences = build(LionForSequenceClassification, decay_type, classifier_pooling=pooling), make_sequences()
+    with torch.no_grad():
+        logits = model(**pack(sequences, **FIELDS[fields]), attn_mode=mode).logits
+    assert logits.shape == (len(LENGTHS), 3)
+    assert_close(logits, torch.cat(outputs_alone(model, sequences)))
+
+
+@each_decay
+@each_mode
+def test_a_mask_of_ones_beside_them_changes_nothing(decay_type, mode):
+    model, batch = build(LionForSequenceClassification, decay_type), pack(make_sequences())
+    with torch.no_grad():
+        expected = model(**batch, attn_mode=mode).logits
+        mask = torch.ones_like(batch["input_ids"])
+        assert torch.equal(model(**batch, attention_mask=mask, attn_mode=mode).logits, expected)
+
+
+@each_decay
+@each_mode
+@pytest.mark.parametrize("fields", ["position_ids", "seq_idx"])
+def test_packed_rows_of_a_batch_may_be_padded(decay_type, mode, fields):
+    """Two rows of two and three sequences, the first one padded on both sides and between its sequences."""
+    sequences = make_sequences()
+    rows = [[3, sequences[0], 2, sequences[3], 13], [sequences[1], 0, sequences[2][:36], 1, sequences[4], 0]]
+    batch = {name: [] for name in ("input_ids", "attention_mask", "position_ids", "seq_idx")}
+    for row in rows:
+        columns = {name: [] for name in batch}
+        for number, part in enumerate(row):
+            is_text = isinstance(part, torch.Tensor)
+            length = len(part) if is_text else part
+            columns["input_ids"] += part.tolist() if is_text else [0] * length
+            columns["attention_mask"] += [int(is_text)] * length
+            columns["position_ids"] += range(length) if is_text else [0] * length
+            columns["seq_idx"] += [number if is_text else -1] * length
+        for name, values in columns.items():
+            batch[name].append(values)
+    batch = {name: torch.tensor(values) for name, values in batch.items() if name not in FIELDS or name == fields}
+    alone = [sequences[0], sequences[3], sequences[1], sequences[2][:36], sequences[4]]
+    model = build(LionForSequenceClassification, decay_type)
+    with torch.no_grad():
+        logits = model(**batch, attn_mode=mode).logits
+        states = model.lion(**batch, attn_mode=mode).last_hidden_state[batch["attention_mask"].bool()]
+    assert_close(logits, torch.cat(outputs_alone(model, alone)))
+    assert_close(states, torch.cat(outputs_alone(model.lion, alone), 1)[0])
+
+
+@each_decay
+@each_mode
+def test_gradients_are_those_of_the_sequences_alone(decay_type, mode):
+    model, sequences = build(LionForSequenceClassification, decay_type), make_sequences()
+    labels = torch.tensor([0, 2, 1, 1, 0])
+    model(**pack(sequences), labels=labels, attn_mode=mode).loss.backward()
+    packed = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    for ids, label in zip(sequences, labels, strict=True):
+        (model(ids[None], labels=label[None]).loss / len(sequences)).backward()
+    for name, gradient in packed.items():
+        assert_close(gradient, model.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("decay_type", DECAYS)
+def test_auto_counts_packed_sequences_as_decay(decay_type, operator_calls):
+    """Without decay the chunk form pays from 33 tokens on; with walks that end, only from 257."""
+    model = build(LionModel, decay_type)
+    with torch.no_grad():
+        model(**pack(make_sequences()))
+    assert {call["mode"] for call in operator_calls} == {"parallel"}
+
+
+def test_one_sequence_in_a_row_is_no_pack(operator_calls):
+    model, ids = build(LionModel), torch.arange(1, 9)[None].expand(2, -1)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [0, 0, 0, 1, 2, 3, 4, 5]])
+    mask = torch.tensor([[1] * 8, [0, 0] + [1] * 6])
+    with torch.no_grad():
+        model(ids, position_ids=positions, attention_mask=mask)
+        model(ids, seq_idx=torch.zeros_like(ids))
+        model(ids[:1], cu_seq_lens_q=torch.tensor([0, 8]))
+    assert len(operator_calls) == 6 and all(call["segment_ids"] is None for call in operator_calls)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"position_ids": torch.arange(8)[None]}, "`position_ids` and `seq_idx` contradict"),
+        ({"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5]])}, "`position_ids` and `seq_idx` contradict"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 8])}, "`position_ids` and `cu_seq_lens_q` contradict"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3, 7])}, r"length of the only row, got \[0, 3, 7\]"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 3, 8])}, r"must rise from 0 .* got \[0, 5, 3, 8\]"),
+        ({"seq_idx": torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])}, r"`seq_idx` must be \(batch, length\) = \(1, 8\)"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(changes, message):
+    fields = {
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]),
+        "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]]),
+        "cu_seq_lens_q": torch.tensor([0, 3, 8]),
+    }
+    model, ids = build(LionModel), torch.arange(1, 9)[None]
+    model(ids, **fields)
+    with pytest.raises(ValueError, match=message):
+        model(ids, **{**fields, **changes})
+
+
+def test_lengths_go_with_a_single_row():
+    with pytest.raises(ValueError, match=r"length of the only row, got \[0, 3, 8\] for \(batch, length\) = \(2, 4\)"):
+        build(LionModel)(torch.ones(2, 4, dtype=torch.long), cu_seq_lens_q=torch.tensor([0, 3, 8]))
+
+
+def test_multiple_choice_takes_one_sequence_a_choice():
+    ids = torch.arange(1, 17).view(1, 2, 8)
+    with pytest.raises(ValueError, match="one sequence a choice"):
+        build(LionForMultipleChoice)(ids, position_ids=torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).expand(1, 2, 8))
+
+
+@each_decay
+def test_a_compiled_model_keeps_packed_sequences_apart(decay_type):
+    model, sequences = build(LionForMaskedLM, decay_type), make_sequences()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        logits = compiled(**pack(sequences), attn_mode="chunk").logits
+    assert_close(logits, torch.cat(outputs_alone(model, sequences), 1))

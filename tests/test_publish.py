@@ -1,0 +1,453 @@
+"""Publishing through the real client of the Hub, against a small server on 127.0.0.1."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+
+import huggingface_hub
+import pytest
+import torch
+from hub_server import HubServer, Repository
+from huggingface_hub import ModelCard
+from modeling_checks import build_from
+from safetensors.torch import load_file, save_file
+from training_checks import fails_with, run_script
+from transformers import BertConfig, ViTImageProcessor
+
+from lion_transformers import LionConfig, LionForImageClassification, LionForMaskedLM, LionModel
+from lion_transformers.scripts import publish
+from lion_transformers.tokenization import train_wordpiece_tokenizer
+
+
+TOKEN = "hf_aVerySecretTokenThatNobodyMaySee"
+TEXTS = ["the film was good", "the film was the worst", "the end"]
+CODE = ["attention_lion.py", "configuration_lion.py", "modeling_lion.py", "scan_order_lion.py"]
+INPUT_IDS = torch.arange(14).reshape(2, 7)
+PIXELS = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
+
+# In a process of its own: the address of the Hub is read when its client is imported.
+PUBLISH = """
+import runpy, sys, transformers, lion_transformers
+from transformers import AutoModelForMaskedLM, AutoTokenizer, Trainer, TrainingArguments
+script, text, image, output = sys.argv[1:]
+
+model, tokenizer = AutoModelForMaskedLM.from_pretrained(text), AutoTokenizer.from_pretrained(text)
+model.push_to_hub("alice/pushed")
+arguments = TrainingArguments(output, hub_model_id="alice/trained", report_to="none", use_cpu=True)
+Trainer(model, arguments, processing_class=tokenizer).push_to_hub()
+for sys.argv in (
+    [script, text, "--repo_id", "alice/text", "--license", "apache-2.0"],
+    [script, image, "--repo_id", "alice/image", "--private"],
+):
+    runpy.run_path(script, run_name="__main__")
+"""
+LOAD = """
+import sys
+sys.modules["lion_transformers"] = None
+import torch, transformers
+from safetensors.torch import load_file, save_file
+inputs, outputs = load_file(sys.argv[1]), {}
+for name, auto_class in {
+    "text": "AutoModelForMaskedLM",
+    "pushed": "AutoModelForMaskedLM",
+    "trained": "AutoModelForMaskedLM",
+    "image": "AutoModelForImageClassification",
+}.items():
+    auto_class = getattr(transformers, auto_class)
+    model = auto_class.from_pretrained(f"alice/{name}", trust_remote_code=True).eval()
+    outputs[name] = model(inputs["pixels"] if name == "image" else inputs["input_ids"]).logits.detach()
+save_file(outputs, sys.argv[2])
+tokenizer = transformers.AutoTokenizer.from_pretrained("alice/text", trust_remote_code=False)
+processor = transformers.AutoImageProcessor.from_pretrained("alice/image")
+print(*tokenizer("the film was good")["input_ids"], processor.size["height"])
+"""
+
+
+def text_config(**overrides):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return LionConfig(vocab_size=48, **sizes, **overrides)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A text model as a training script leaves it, much beside it; and an image model."""
+    folder = tmp_path_factory.mktemp("saved")
+    text, image = folder / "text", folder / "image"
+    build_from(LionForMaskedLM, text_config()).save_pretrained(text)
+    train_wordpiece_tokenizer(TEXTS, vocab_size=48, min_frequency=1, show_progress=False).save_pretrained(text)
+    results = {
+        "after": {"step": 4, "eval_loss": 2.5},
+        "steps": 4,
+        "arguments": {"train_file": ["/home/alice/secret-project/train.csv"], "seed": 17},
+    }
+    (text / "results.json").write_text(json.dumps(results))
+    for name in ("checkpoint-4/model.safetensors", "runs/events", "data/train.csv"):
+        (text / name).parent.mkdir()
+        (text / name).write_text("not of the model")
+    for name in ("training_args.bin", "optimizer.pt", "state.pkl", ".hidden", "notes.txt", "private.json"):
+        (text / name).write_text("not of the model")
+    (text / "loss_curve.png").write_bytes(b"\x89PNG")
+    config = text_config(modality="image", image_size=8, patch_size=4, scan_order="serpentine", num_labels=3)
+    build_from(LionForImageClassification, config).save_pretrained(image)
+    ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(image)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of the text model to do things to."""
+    return shutil.copytree(saved / "text", tmp_path / "text")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A Hub for this process, whose token is alice's."""
+    constants = huggingface_hub.constants
+    with HubServer({TOKEN: "alice"}) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.address)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield server
+
+
+@pytest.fixture
+def checked_heads(monkeypatch):
+    """Folders whose heads were to be checked, which takes seconds and has tests of its own."""
+    folders = []
+    monkeypatch.setattr(publish, "check_heads", lambda folder, config: folders.append(folder))
+    return folders
+
+
+def run_client(code, server, home, *arguments):
+    """Code in a fresh process that knows the server for the Hub, and alice's token."""
+    env = {
+        **os.environ,
+        "HF_ENDPOINT": server.address,
+        "HF_TOKEN": TOKEN,
+        "HF_HOME": str(home),
+        "OMP_NUM_THREADS": "1",
+    }
+    env |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_DEBUG": "1", "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    result = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result
+
+
+@pytest.fixture(scope="module")
+def published(saved, tmp_path_factory):
+    """What four ways of publishing have left on a Hub, and what they printed."""
+    home = tmp_path_factory.mktemp("publisher")
+    with HubServer({TOKEN: "alice"}) as server:
+        result = run_client(PUBLISH, server, home, publish.__file__, saved / "text", saved / "image", home / "trainer")
+        yield server, result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The round trip
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_published_loads_without_the_package_and_gives_the_same(published, saved, tmp_path):
+    server, _ = published
+    save_file({"input_ids": INPUT_IDS, "pixels": PIXELS}, tmp_path / "inputs.safetensors")
+    result = run_client(LOAD, server, tmp_path, tmp_path / "inputs.safetensors", tmp_path / "outputs.safetensors")
+    outputs = load_file(tmp_path / "outputs.safetensors")
+    with torch.no_grad():
+        text = LionForMaskedLM.from_pretrained(saved / "text").eval()(INPUT_IDS).logits
+        image = LionForImageClassification.from_pretrained(saved / "image").eval()(PIXELS).logits
+    for name in ("text", "pushed", "trained"):
+        assert torch.equal(outputs[name], text), name
+    assert torch.equal(outputs["image"], image)
+    vocabulary = json.loads((saved / "text" / "tokenizer.json").read_text())["model"]["vocab"]
+    words = ["[CLS]", "the", "film", "was", "good", "[SEP]"]
+    assert result.stdout.splitlines()[-1] == f"{' '.join(str(vocabulary[word]) for word in words)} 8"
+
+
+def test_only_what_belongs_to_the_model_is_uploaded_in_one_commit(published):
+    server, result = published
+    text, image = server.repositories["alice/text"], server.repositories["alice/image"]
+    common = {".gitattributes", "README.md", "config.json", "model.safetensors", *CODE}
+    beside_text = {"tokenizer.json", "tokenizer_config.json", "results.json", "loss_curve.png"}
+    assert set(text.files) == common | beside_text
+    assert set(image.files) == common | {"preprocessor_config.json"}
+    assert len(text.commits) == len(image.commits) == 2  # the Hub makes the first
+    assert image.private and not text.private
+    assert f"Published: {server.address}/alice/text" in result.stdout
+
+
+def test_results_and_card_on_the_hub_hold_no_local_path(published):
+    server, _ = published
+    files = server.repositories["alice/text"].files
+    assert json.loads(files["results.json"])["arguments"] == {"train_file": ["train.csv"], "seed": 17}
+    card = ModelCard(files["README.md"].decode())
+    assert card.data.license == "apache-2.0"
+    assert card.data.eval_results[0].metric_value == 2.5
+    assert not [name for name, content in files.items() if b"secret-project" in content]
+
+
+def test_the_token_is_never_printed(published):
+    server, result = published
+    assert f"Bearer {TOKEN}" in {authorization for _, authorization in server.requests}
+    assert "Send: curl" in result.stderr  # the client tells all that it does
+    assert TOKEN not in result.stdout + result.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Before anything is uploaded
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_dry_run_checks_and_lists_without_network_or_token(folder, hub, checked_heads, monkeypatch, capsys):
+    monkeypatch.delenv("HF_TOKEN")
+    run_script(publish, monkeypatch, folder, "--repo_id", "alice/text", "--dry_run")
+    assert checked_heads == [folder] and hub.requests == []
+    lines = capsys.readouterr().out.splitlines()
+    size = (folder / "model.safetensors").stat().st_size
+    assert f"{size:,}  model.safetensors" in [line.strip() for line in lines]
+    assert {line.split()[-1] for line in lines[1:-1]} == {
+        *("README.md", "config.json", "loss_curve.png", "model.safetensors", "results.json"),
+        *("tokenizer.json", "tokenizer_config.json", *CODE),
+    }
+    assert lines[-1] == "11 files would be uploaded to alice/text."
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def edit_weights(folder, edit):
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+BROKEN = {
+    "no folder": (shutil.rmtree, "holds no config.json: give the folder of a saved model"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "not the configuration of a LION model"),
+    "another family": (lambda folder: BertConfig().save_pretrained(folder), "a model of type bert, not a LION model"),
+    "bad setting": (lambda folder: edit_config(folder, hidden_size=15), "`hidden_size` .15. must be a multiple"),
+    "another class": (lambda folder: edit_config(folder, architectures=["Bert"]), "Bert, which is none of LION's"),
+    "unfinished": (lambda folder: (folder / ".model.unfinished").mkdir(), r"half written: it holds .model.unfinished"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "half written: it lacks model.safetensors"),
+    "truncated": (lambda folder: truncate(folder / "model.safetensors"), "cannot be loaded"),
+    "a tensor missing": (lambda folder: edit_weights(folder, lambda w: w.pop("head.dense.bias")), "head.dense.bias"),
+    "no code": (lambda folder: (folder / "scan_order_lion.py").unlink(), r"\(scan_order_lion.py\)"),
+    "an older auto_map": (lambda folder: edit_config(folder, auto_map={}), r"\(auto_map in config.json\)"),
+    "code elsewhere": (
+        lambda folder: edit_config(folder, auto_map={"AutoConfig": "mallory/x--configuration_lion.LionConfig"}),
+        r"\(auto_map in config.json\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "sentence"), BROKEN.values(), ids=BROKEN)
+def test_broken_folder_is_refused(folder, hub, checked_heads, monkeypatch, capsys, spoil, sentence):
+    spoil(folder)
+    message = fails_with(publish, monkeypatch, capsys, folder, "--repo_id", "alice/text")
+    assert re.search(sentence, message), message
+    assert checked_heads == [] and hub.requests == []
+
+
+def test_a_missing_shard_is_named(folder, checked_heads, monkeypatch, capsys):
+    LionForMaskedLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="4KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    run_script(publish, monkeypatch, folder, "--repo_id", "alice/text", "--dry_run")
+    shards[0].unlink()
+    message = fails_with(publish, monkeypatch, capsys, folder, "--repo_id", "alice/text", "--dry_run")
+    assert f"half written: it lacks {shards[0].name}" in message
+
+
+def test_foreign_code_is_refused_and_not_run(folder, tmp_path, monkeypatch, capsys):
+    with (folder / "modeling_lion.py").open("a") as file:
+        file.write(f"\nopen({str(tmp_path / 'was-run')!r}, 'w')\n")
+    message = fails_with(publish, monkeypatch, capsys, folder, "--repo_id", "alice/text", "--dry_run")
+    assert "does not hold the code of lion_transformers" in message and "(modeling_lion.py)" in message
+    assert "save it again" in message
+    assert not (tmp_path / "was-run").exists()
+
+
+def test_weights_that_are_not_finite_are_refused(folder, monkeypatch, capsys):
+    edit_weights(folder, lambda weights: weights["head.dense.bias"].fill_(float("nan")))
+    monkeypatch.setattr(publish, "outputs_in_fresh_process", lambda *_: {})
+    monkeypatch.setattr(publish, "AUTO_CLASSES", {"AutoModelForMaskedLM": LionForMaskedLM})
+    monkeypatch.setattr(publish, "check_code", lambda *_: None)
+    message = fails_with(publish, monkeypatch, capsys, folder, "--repo_id", "alice/text", "--dry_run")
+    assert "AutoModelForMaskedLM.logits is not finite" in message
+
+
+def test_the_fresh_process_runs_the_code_of_the_folder(folder, monkeypatch, capsys):
+    """Code that differs would give other logits: it is checked by its bytes first, which is put aside here."""
+    monkeypatch.setattr(publish, "check_code", lambda *_: None)
+    modeling = folder / "modeling_lion.py"
+    code = modeling.read_text()
+    modeling.write_text(
+        code.replace("return self.norm(self.activation_fn(", "return 2 * self.norm(self.activation_fn(")
+    )
+    assert modeling.read_text() != code
+    message = fails_with(publish, monkeypatch, capsys, folder, "--repo_id", "alice/text", "--dry_run")
+    assert "AutoModelForMaskedLM.logits differs" in message
+
+
+def test_the_fresh_process_has_no_package(folder, monkeypatch, capsys):
+    monkeypatch.setattr(publish, "check_code", lambda *_: None)
+    modeling = folder / "modeling_lion.py"
+    modeling.write_text(modeling.read_text().replace("import torch\n", "import torch\nimport lion_transformers\n", 1))
+    message = fails_with(publish, monkeypatch, capsys, folder, "--repo_id", "alice/text", "--dry_run")
+    assert "does not load without this package" in message and "lion_transformers" in message
+
+
+@pytest.mark.parametrize("repo_id", ["text", "alice/", "alice/a/b", "alice/a--b", "al ice/text"])
+def test_malformed_repo_id_is_refused(folder, hub, checked_heads, monkeypatch, capsys, repo_id):
+    message = fails_with(publish, monkeypatch, capsys, folder, "--repo_id", repo_id)
+    assert "repo_id must be user/name" in message
+    assert checked_heads == [] and hub.requests == []
+
+
+def test_missing_arguments_are_one_sentence(monkeypatch, capsys):
+    assert "required: folder, --repo_id" in fails_with(publish, monkeypatch, capsys)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What goes wrong with the Hub
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def publish_fails(folder, monkeypatch, capsys, *arguments, repo_id="alice/text"):
+    message = fails_with(publish, monkeypatch, capsys, folder, "--repo_id", repo_id, *arguments)
+    assert TOKEN not in message
+    return message
+
+
+def test_missing_token(folder, hub, checked_heads, monkeypatch, capsys):
+    monkeypatch.delenv("HF_TOKEN")
+    assert "no token for the Hub: run `hf auth login`" in publish_fails(folder, monkeypatch, capsys)
+    assert checked_heads == [] and hub.requests == []
+
+
+def test_unknown_token(folder, hub, checked_heads, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_another")
+    message = publish_fails(folder, monkeypatch, capsys)
+    assert "nothing was uploaded: the Hub does not know the token" in message and "hf_another" not in message
+    assert hub.repositories == {}
+
+
+def test_name_of_somebody_else(folder, hub, checked_heads, monkeypatch, capsys):
+    message = publish_fails(folder, monkeypatch, capsys, repo_id="bob/text")
+    assert "nothing was uploaded: the token may not write to bob/text" in message
+    assert hub.repositories == {}
+
+
+@pytest.mark.parametrize(("owner", "arguments"), [("alice", []), ("bob", []), ("bob", ["--update"])])
+def test_taken_name(folder, hub, checked_heads, monkeypatch, capsys, owner, arguments):
+    files = {"README.md": b"mine", "other.safetensors": b""}
+    taken = hub.repositories[f"{owner}/text"] = Repository(False, [files])
+    message = publish_fails(folder, monkeypatch, capsys, *arguments, repo_id=f"{owner}/text")
+    taken_sentence = f"{owner}/text is taken: it holds 2 files; choose another name, or add --update"
+    assert ("may not write to bob/text" if arguments else taken_sentence) in message
+    assert taken.commits == [files] and hub.blobs == {}
+
+
+def test_an_empty_repository_is_filled(folder, hub, checked_heads, monkeypatch):
+    repository = hub.repositories["alice/text"] = Repository(private=False)
+    run_script(publish, monkeypatch, folder, "--repo_id", "alice/text")
+    assert len(repository.commits) == 2 and "model.safetensors" in repository.files
+
+
+def test_no_network(folder, hub, checked_heads, monkeypatch, capsys):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
+        assert "no connection to the Hub" in publish_fails(folder, monkeypatch, capsys)
+
+
+def test_offline_mode(folder, hub, checked_heads, monkeypatch, capsys):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    message = publish_fails(folder, monkeypatch, capsys)
+    assert "no connection to the Hub" in message and "offline mode is enabled" in message
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("route", ["create", "info", "validate_yaml", "preupload", "lfs_batch", "commit"])
+def test_a_hub_that_fails_midway_is_left_without_files(folder, hub, checked_heads, monkeypatch, capsys, route):
+    hub.failures[route] = 418
+    message = publish_fails(folder, monkeypatch, capsys)
+    assert f"nothing was uploaded: the Hub answered with status 418, {route} fails (Bearer ***)" in message
+    assert all(set(repository.files) == {".gitattributes"} for repository in hub.repositories.values())
+    hub.failures.clear()
+    run_script(publish, monkeypatch, folder, "--repo_id", "alice/text")  # and can be tried again
+    assert len(hub.repositories["alice/text"].commits) == 2
+
+
+def test_an_upload_that_fails_is_one_sentence(folder, hub, checked_heads, monkeypatch, capsys):
+    hub.failures["lfs_upload"] = 418  # in a thread of the client, and without a token
+    assert "nothing was uploaded: the Hub answered with status 418" in publish_fails(folder, monkeypatch, capsys)
+    assert set(hub.repositories["alice/text"].files) == {".gitattributes"} and hub.count("commit") == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Updates, cards, privacy
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_update_replaces_the_weights_in_one_commit(folder, hub, checked_heads, monkeypatch):
+    LionForMaskedLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="4KB")
+    (folder / "model.safetensors").unlink()
+    run_script(publish, monkeypatch, folder, "--repo_id", "alice/text")
+    repository = hub.repositories["alice/text"]
+    assert "model.safetensors" not in repository.files and "model.safetensors.index.json" in repository.files
+    repository.files["notes-on-the-hub.md"] = b"kept"
+
+    for file in folder.glob("model*"):
+        file.unlink()
+    build_from(LionForMaskedLM, text_config(), seed=1).save_pretrained(folder)
+    run_script(publish, monkeypatch, folder, "--repo_id", "alice/text", "--update")
+    assert len(repository.commits) == 3
+    assert [name for name in repository.files if name.startswith("model.") or name.startswith("model-")] == [
+        "model.safetensors"
+    ]
+    assert repository.files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+    assert repository.files["notes-on-the-hub.md"] == b"kept"
+
+
+def test_a_card_written_by_hand_is_kept(folder, hub, checked_heads, monkeypatch, capsys):
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# By hand\n")
+    run_script(publish, monkeypatch, folder, "--repo_id", "alice/text")
+    assert hub.repositories["alice/text"].files["README.md"] == (folder / "README.md").read_bytes()
+    message = publish_fails(folder, monkeypatch, capsys, "--license", "mit")
+    assert "has a README.md of its own: state the licence there" in message
+
+
+def test_a_card_that_the_hub_refuses_stops_the_upload(folder, hub, checked_heads, monkeypatch, capsys):
+    (folder / "README.md").write_text("---\njust words\n---\n")
+    message = publish_fails(folder, monkeypatch, capsys)
+    assert "nothing was uploaded: " in message and "metadata must be a mapping" in message
+    assert set(hub.repositories["alice/text"].files) == {".gitattributes"}
+
+
+def test_private_is_not_published_into_a_public_repository(folder, hub, checked_heads, monkeypatch, capsys):
+    repository = hub.repositories["alice/text"] = Repository(private=False)
+    message = publish_fails(folder, monkeypatch, capsys, "--private")
+    assert "alice/text is there and public" in message
+    assert len(repository.commits) == 1
+
+
+def test_a_headless_model_can_be_published(tmp_path, hub, checked_heads, monkeypatch):
+    build_from(LionModel, text_config()).save_pretrained(tmp_path / "encoder")
+    run_script(publish, monkeypatch, tmp_path / "encoder", "--repo_id", "alice/encoder")
+    card = ModelCard(hub.repositories["alice/encoder"].files["README.md"].decode())
+    assert card.data.pipeline_tag == "feature-extraction"
+    assert not (tmp_path / "encoder" / "README.md").exists()
