@@ -1,5 +1,6 @@
 """LION model configuration."""
 
+import math
 import os
 import shutil
 from difflib import get_close_matches
@@ -280,6 +281,8 @@ class LionConfig(PreTrainedConfig):
                 '`classifier_pooling` must be "mean" with `direction="forward"`, in which the first token sees only '
                 'itself, got "cls"'
             )
+        if not 0 < self.layer_norm_eps < math.inf:
+            raise ValueError(f"`layer_norm_eps` must be above 0, got {self.layer_norm_eps}")
         if not 0 <= self.drop_path_rate < 1:
             raise ValueError(f"`drop_path_rate` must be at least 0 and below 1, got {self.drop_path_rate}")
         if self.modality == "image":

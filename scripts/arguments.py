@@ -70,14 +70,17 @@ class KeyValues(dict):
 
     @staticmethod
     def _parse(text: str) -> dict[str, Any]:
-        if text.startswith("{"):
-            return yaml.load(text, Loader=YamlLoader)
-        pairs = [pair.partition("=") for pair in text.split(",")]
+        pairs = [] if text.startswith("{") else [pair.partition("=") for pair in text.split(",")]
         if not all(key and separator for key, separator, _ in pairs):
             raise argparse.ArgumentTypeError(
                 f"expected key=value,key=value, got {text!r}; lists go into {{key: [1, 2]}}"
             )
-        return {key.strip(): yaml.load(value, Loader=YamlLoader) for key, _, value in pairs}
+        try:
+            if not pairs:
+                return yaml.load(text, Loader=YamlLoader)
+            return {key.strip(): yaml.load(value, Loader=YamlLoader) for key, _, value in pairs}
+        except yaml.YAMLError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not YAML: {one_line(error)}") from error
 
 
 class MergeKeyValues(argparse.Action):
@@ -140,7 +143,7 @@ def parse_arguments(
     )
     if unknown:
         name = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
-        raise UsageError(f"unknown argument {unknown[0]}{_did_you_mean(name, [*names, 'recipe'])}")
+        raise UsageError(f"unknown argument {unknown[0]}{did_you_mean(name, [*names, 'recipe'])}")
     return tuple(parsed)
 
 
@@ -180,7 +183,7 @@ def as_arguments(recipe: dict[str, Any], names: Sequence[str]) -> list[str]:
     arguments = []
     for name, value in recipe.items():
         if name not in names:
-            raise UsageError(f"unknown recipe key {name}{_did_you_mean(str(name), names)}")
+            raise UsageError(f"unknown recipe key {name}{did_you_mean(str(name), names)}")
         if isinstance(value, list):
             arguments += [f"--{name}", *map(str, value)]
         elif isinstance(value, dict):
@@ -190,6 +193,6 @@ def as_arguments(recipe: dict[str, Any], names: Sequence[str]) -> list[str]:
     return arguments
 
 
-def _did_you_mean(name: str, names: Sequence[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names)
     return f": did you mean {' or '.join(close)}?" if close else ""

@@ -54,7 +54,15 @@ from lion_transformers import (
 )
 from lion_transformers.configuration_lion import as_pair
 from lion_transformers.scripts import pretrain_mlm, train_image_classification
-from lion_transformers.scripts.arguments import KeyValues, MergeKeyValues, UsageError, one_line, parse_arguments, run
+from lion_transformers.scripts.arguments import (
+    KeyValues,
+    MergeKeyValues,
+    UsageError,
+    did_you_mean,
+    one_line,
+    parse_arguments,
+    run,
+)
 from lion_transformers.scripts.checkpointing import claim_output_dir, publish, publish_files, unfinished
 from lion_transformers.scripts.images import (
     DEFAULT_CROP_PCT,
@@ -62,6 +70,7 @@ from lion_transformers.scripts.images import (
     channel_statistics,
     make_image_processor,
 )
+from lion_transformers.scripts.model_card import variant_of
 
 
 IMAGE_TASK = "image-classification"
@@ -77,7 +86,6 @@ TRAINING_ARGUMENTS = [
     pretrain_mlm.PretrainingArguments,
     *(group.type for group in fields(train_image_classification.Arguments)),
 ]
-FAMILY = {"none": "LION-LIT", "fixed": "LION-D", "selective": "LION-S"}
 HEAD_DIM = 64  # of all models in the paper
 
 # Pattern in the name of one of our tensors, and what stands in the original's; applied one after the other.
@@ -200,6 +208,8 @@ def read_file(path: Path, allow_pickle: bool) -> Any:
     """
     if not path.is_file():
         raise UsageError(f"checkpoint {path} is {'a folder' if path.is_dir() else 'not there'}.")
+    if zipfile.is_zipfile(path) and (damaged := damaged_member(path)):
+        raise UsageError(f"checkpoint {path} is damaged: {damaged} in it does not have its checksum.")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # a run's arguments, beside image models
             return torch.load(path, map_location="cpu", weights_only=not allow_pickle)
@@ -213,6 +223,15 @@ def read_file(path: Path, allow_pickle: bool) -> Any:
         if isinstance(error, (ImportError, AttributeError)):  # a class that is not installed here
             raise UsageError(f"cannot read checkpoint {path}: {one_line(error)}.") from error
         raise UsageError(f"cannot read checkpoint {path}: it is not what torch.save writes, or not whole.") from error
+
+
+def damaged_member(path: Path) -> str | None:
+    """The first part of what torch.save has written that is not what it wrote; torch does not look."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            return file.testzip()
+    except zipfile.BadZipFile as error:
+        return one_line(error)
 
 
 def needs_pickle(path: Path, error: Exception) -> bool:
@@ -258,6 +277,19 @@ def unwrap(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return unwrapped
 
 
+def check_values(state: Mapping[str, Tensor]) -> None:
+    """Refuse what cannot be weights. Indices are whole numbers; nothing computes with them."""
+    for name, tensor in state.items():
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_complex():
+            raise UsageError(
+                f"{name} in the checkpoint is no plain tensor of numbers ({tensor.dtype}, {tensor.layout})."
+            )
+        if name not in UNUSED and not tensor.is_floating_point():
+            raise UsageError(f"{name} in the checkpoint holds {tensor.dtype}, not floating-point numbers.")
+        if not tensor.isfinite().all():
+            raise UsageError(f"{name} in the checkpoint holds numbers that are not finite.")
+
+
 # Tensors → model
 
 
@@ -276,17 +308,19 @@ def convert_original_checkpoint(
             them, or says too little.
     """
     state = unwrap(state)
-    told = {LionConfig.attribute_map.get(name, name): value for name, value in (told or {}).items()}
+    check_values(state)
+    told = {LionConfig.attribute_map.get(name, name): one_side(value) for name, value in (told or {}).items()}
     read = read_image_settings(state) if task == IMAGE_TASK else read_text_settings(state, task)
     check_told(told, read, task)
     refuse_bert({**read, **told}, asserted="attention_output_norm" in told)
     assumed = assume_settings({**read, **told}, state, task)
     try:
         model = MODEL_CLASSES[task](LionConfig(**assumed, **{**read, **told}))
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:  # KeyError: an unknown activation
+    # KeyError: an unknown activation; the last two: of fields that only Transformers reads.
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
         raise UsageError(f"cannot make the model: {one_line(error)}") from error
     left_out = load_tensors(model, state)
-    for name in ["layer_norm_eps", "position_embedding_type"]:
+    for name in ["layer_norm_eps", "position_embedding_type", "hidden_act"]:
         if name not in {**read, **told}:
             assumed[name] = getattr(model.config, name)
     return Conversion(model.eval(), assumed, left_out)
@@ -369,11 +403,20 @@ def same(state: Mapping[str, Tensor], name: str, other: str) -> bool:
     return name not in state or other not in state or torch.equal(state[name], state[other])
 
 
+def one_side(value: Any) -> Any:
+    """A square of (height, width) by its side, as it is read from the tensors."""
+    is_square = isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1]
+    return value[0] if is_square else value
+
+
 def check_told(told: Mapping[str, Any], read: Mapping[str, Any], task: str) -> None:
     useless = {"mlm": ["num_labels", "image_size"], "sequence-classification": ["image_size"], IMAGE_TASK: []}
     for name in useless[task]:
         if name in told:
             raise UsageError(f"{name} says nothing about a model for {task}.")
+    fields_there_are = {"num_labels", *LionConfig.__dataclass_fields__}
+    if unknown := [name for name in told if name not in fields_there_are]:
+        raise UsageError(f"LionConfig has no field {unknown[0]}{did_you_mean(unknown[0], fields_there_are)}.")
     wrong = [name for name, value in told.items() if name in read and value != read[name]]
     if wrong:
         told_and_read = [f"{name}={told[name]} (the tensors say {read[name]})" for name in wrong]
@@ -504,9 +547,8 @@ def image_processor(config: LionConfig) -> transformers.ViTImageProcessor:
 
 def report(conversion: Conversion, output_dir: Path) -> None:
     model, config = conversion.model, conversion.model.config
-    natural = "♮" if config.scan_order == "serpentine" else ""
     print(
-        f"{FAMILY[config.decay_type]}{natural} as {type(model).__name__}: {config.num_hidden_layers} layers of"
+        f"{variant_of(config)} as {type(model).__name__}: {config.num_hidden_layers} layers of"
         f" {config.hidden_size}, {config.num_attention_heads} heads, {model.num_parameters():,} parameters"
     )
     if conversion.assumed:

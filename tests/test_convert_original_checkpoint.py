@@ -173,7 +173,7 @@ def test_a_process_of_its_own(tmp_path):
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
     assert first == "LION-S as LionForMaskedLM: 2 layers of 48, 3 heads, 45,558 parameters"
-    assert rest[0] == "assumed: layer_norm_eps=1e-12, position_embedding_type=none"
+    assert rest[0] == "assumed: layer_norm_eps=1e-12, position_embedding_type=none, hidden_act=gelu"
     assert rest[1].startswith("left out") and "bert.embeddings.position_embeddings.weight" in rest[1]
     assert rest[2].startswith(f"saved in {tmp_path / 'out'}; the file holds no tokenizer")
     assert_gives_golden_outputs(AutoModelForMaskedLM.from_pretrained(tmp_path / "out").eval(), "mlm_s", "rnn")
@@ -580,6 +580,53 @@ def test_the_arguments_of_a_run_beside_its_tensors_need_no_permission(tmp_path):
     assert_gives_golden_outputs(model, "vision_decay", "chunk")
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: x.to_sparse(), "is no plain tensor of numbers (torch.float32, torch.sparse_coo)"),
+        (lambda x: x.to("meta"), "is no plain tensor of numbers"),
+        (lambda x: x.to(torch.complex64), "is no plain tensor of numbers (torch.complex64"),
+        (lambda x: x.to(torch.int8), "holds torch.int8, not floating-point numbers"),
+        (lambda x: x / 0, "holds numbers that are not finite"),
+    ],
+)
+def test_tensors_that_cannot_be_weights_are_refused(change, said, tmp_path):
+    state = golden_state("vision_decay")
+    state["blocks.0.mlp.fc1.weight"] = change(state["blocks.0.mlp.fc1.weight"])
+    torch.save({"model": state}, tmp_path / "file.pth")
+    refused = refusal(tmp_path, "--image_size", "32", checkpoint=tmp_path / "file.pth", task="image-classification")
+    assert f"blocks.0.mlp.fc1.weight in the checkpoint {said}" in refused
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    content = bytearray((GOLDEN / "mlm_s.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "file.pt").write_bytes(content)
+    refused = refusal(tmp_path, checkpoint=tmp_path / "file.pt")
+    assert f"checkpoint {tmp_path / 'file.pt'} is damaged" in refused and "--allow_pickle" not in refused
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "is not YAML"),
+        ("chunk_sise=3", "LionConfig has no field chunk_sise: did you mean chunk_size"),
+        ("dtype=foo", "cannot make the model"),
+        ("pad_token_id=99999", "cannot make the model"),
+        ("hidden_act=blah", "cannot make the model"),
+        ("layer_norm_eps=-1.0", "`layer_norm_eps` must be above 0, got -1.0"),
+        ("layer_norm_eps=.nan", "`layer_norm_eps` must be above 0, got nan"),
+    ],
+)
+def test_settings_that_make_no_model_are_refused(config, said, tmp_path):
+    assert said in refusal(tmp_path, "--config", config)
+
+
+def test_a_square_may_be_told_by_both_sides(tmp_path):
+    model = convert(tmp_path / "out", "vision_decay", "--config", "{patch_size: [8, 8], image_size: [32, 32]}")
+    assert (model.config.patch_size, model.config.image_size) == (8, 32)
+
+
 def test_pickled_code_does_not_run_unasked(tmp_path):
     class Trap:
         def __reduce__(self):
@@ -657,12 +704,13 @@ def test_what_was_assumed_and_what_cannot_be_told_apart_is_printed(tmp_path, cap
     convert(tmp_path / "a", "vision_selective_s")
     natural = capsys.readouterr().out.splitlines()
     assert natural[0].startswith("LION-S♮ as LionForImageClassification: 2 layers of 48, 3 heads, ")
-    assert natural[1] == "assumed: image_size=32, classifier_pooling=mean, layer_norm_eps=1e-06"
+    assert natural[1] == "assumed: image_size=32, classifier_pooling=mean, layer_norm_eps=1e-06, hidden_act=gelu"
     assert "a ViT" not in "".join(natural)
     convert(tmp_path / "b", "vision_lit", "--num_attention_heads", 3, "--pooling", "cls", "--image_size", 32)
     lit = capsys.readouterr().out
     assert "LION-LIT" in lit and "a ViT has tensors of the same names" in lit
-    convert(tmp_path / "c", "mlm_s", "--layer_norm_eps", "1e-12", "--position_embedding_type", "none")
+    told = ["--layer_norm_eps", "1e-12", "--position_embedding_type", "none", "--config", "hidden_act=gelu"]
+    convert(tmp_path / "c", "mlm_s", *told)
     assert "assumed: " not in capsys.readouterr().out
 
 

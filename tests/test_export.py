@@ -9,7 +9,10 @@ from lion_transformers import (
     LionConfig,
     LionForImageClassification,
     LionForMaskedLM,
+    LionForMultipleChoice,
+    LionForQuestionAnswering,
     LionForSequenceClassification,
+    LionForTokenClassification,
     LionModel,
 )
 from lion_transformers.attention_lion import _CARRY_GROUP
@@ -89,6 +92,24 @@ def test_exported_heads_serve_every_batch_and_length(cls):
     model, batch = build_from(cls, config), make_batch(config.num_attention_heads, 300)
     program = torch.export.export(model, (), batch, dynamic_shapes=any_batch_and_length(batch)).module()
     check_at_other_sizes(lambda **inputs: program(**inputs).logits, model, 2e-5)
+
+
+@pytest.mark.parametrize("cls", [LionForTokenClassification, LionForQuestionAnswering, LionForMultipleChoice])
+def test_other_heads_are_exported_for_every_batch_and_length(cls):
+    model, batch = build_from(cls, LionConfig(**TEXT)), make_batch(4, 20)
+    choices = cls is LionForMultipleChoice  # (batch, choices, length)
+
+    def shaped(batch):
+        return {name: x.unflatten(0, (-1, 2)) if choices else x for name, x in batch.items()}
+
+    axes = {0: Dim("batch"), 1 + choices: Dim("length")}
+    shapes = dict.fromkeys(batch, axes)
+    program = torch.export.export(model, (), shaped(batch), dynamic_shapes=shapes).module()
+    with torch.no_grad():
+        for size in [(2, 1), (4, CHUNK), (6, 200)]:
+            batch = shaped(make_batch(*size))
+            expected = outputs_of(model(**batch, attn_mode="parallel"))
+            assert_close(outputs_of(program(**batch)), expected, 2e-5)
 
 
 def test_exported_program_does_not_grow_with_the_square_of_the_length():

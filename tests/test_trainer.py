@@ -19,6 +19,7 @@ from transformers import (
 
 from lion_transformers import (
     LionConfig,
+    LionForMaskedLM,
     LionForQuestionAnswering,
     LionForSequenceClassification,
     LionForTokenClassification,
@@ -271,24 +272,32 @@ def test_packed_rows_take_the_steps_of_padded_ones(tmp_path, decay_type):
 
 
 @each_decay
-def test_lora_trains_the_projections_and_the_head_alone(tmp_path, decay_type):
-    new_model(decay_type=decay_type).save_pretrained(tmp_path / "base")
+def test_lora_trains_the_projections_and_what_is_new(tmp_path, decay_type):
+    """From a masked language model, which has neither pooler nor classifier."""
+    torch.manual_seed(0)
+    LionForMaskedLM(tiny_config(decay_type)).save_pretrained(tmp_path / "base")
     model = LionForSequenceClassification.from_pretrained(tmp_path / "base")
-    before = {name: parameter.detach().clone() for name, parameter in model.state_dict().items()}
-    lora = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["qkv_proj", "out_proj", "fc1", "fc2"])
+    before = {name: parameter.detach().clone() for name, parameter in model.lion.state_dict().items()}
+    lora = LoraConfig(
+        task_type="SEQ_CLS",
+        r=4,
+        target_modules=["qkv_proj", "out_proj", "fc1", "fc2"],
+        modules_to_save=["pooler", "classifier"],
+    )
     adapted = get_peft_model(model, lora)
     trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
-    assert trained and all("lora_" in name or "classifier.modules_to_save" in name for name in trained)
+    assert all("lora_" in name or ".modules_to_save." in name for name in trained)
     assert sum("lora_A" in name for name in trained) == 2 * 4
-    trainer = make_trainer(tmp_path, adapted, max_steps=120, learning_rate=2e-2)
+    trainer = make_trainer(tmp_path, adapted, max_steps=150, learning_rate=1e-2)
     trainer.train()
     assert trainer.evaluate()["eval_accuracy"] > 0.9
-    base = {name.replace(".base_layer", ""): x for name, x in adapted.base_model.model.state_dict().items()}
-    assert all(torch.equal(base[name], x) for name, x in before.items() if "classifier" not in name)
+    base = {name.replace(".base_layer", ""): x for name, x in adapted.base_model.model.lion.state_dict().items()}
+    assert all(torch.equal(base[name], x) for name, x in before.items() if "pooler" not in name)
 
     adapted.save_pretrained(tmp_path / "adapter")
-    loaded = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter")
     batch = DataCollatorWithPadding(TOKENIZER)(sentences(6, seed=2))
+    torch.manual_seed(1)  # what the folder of the base lacks is drawn anew
+    loaded = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter")
     with torch.no_grad():
         expected = adapted.eval()(**batch).logits
         assert_close(loaded.eval()(**batch).logits, expected)
