@@ -88,7 +88,7 @@ class ImageTests(EncoderTests):
     inputs_of = ImageTester
     has_text_modality = False
     heads = ("Model", "ForImageClassification", "ForMaskedImageModeling")
-    test_resize_embeddings = False
+    test_resize_embeddings = False  # an image has no vocabulary
 
     def test_model_get_set_embeddings(self):
         """As for text; only that patches are embedded by a convolution."""
