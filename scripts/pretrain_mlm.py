@@ -17,6 +17,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import datasets
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import extract_model_from_parallel, set_seed
 from datasets import Dataset, Features, IterableDataset, List, Value, load_dataset
 from datasets.distributed import split_dataset_by_node
 from torch import Tensor, nn
@@ -302,13 +303,32 @@ def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, max_seq
 
 def predict_targets(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Logits (targets, vocabulary) in float32, labels (targets,) and the mask (batch, length) of what is predicted."""
-    labels = batch["labels"]
-    predicted = labels != -100
-    # Models with `sparse_prediction` make logits for the targets alone, once they are told which these are.
-    logits = model(**batch).logits
+    inputs = dict(batch)
+    predicted = batch["labels"] != -100
+    inner = extract_model_from_parallel(model)
+    if not getattr(inner.config, "sparse_prediction", False):  # which wants to be told what the targets are
+        del inputs["labels"]
+    with decoding_targets_alone(inner, predicted):
+        logits = model(**inputs).logits
     if logits.ndim == 3:
         logits = logits[predicted]
-    return logits.float(), labels[predicted], predicted
+    return logits.float(), batch["labels"][predicted], predicted
+
+
+@contextmanager
+def decoding_targets_alone(model: PreTrainedModel, predicted: Tensor) -> Iterator[None]:
+    """Have any model make logits for `predicted` (batch, length) alone: those of all tokens are most of its cost."""
+
+    def select(decoder: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden_states, *others = args
+        return (hidden_states[predicted] if hidden_states.shape[:-1] == predicted.shape else hidden_states, *others)
+
+    decoder = model.get_output_embeddings()
+    handle = decoder.register_forward_pre_hook(select)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def accumulate_gradients(

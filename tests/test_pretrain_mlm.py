@@ -343,6 +343,18 @@ def test_accumulated_gradients_are_those_of_one_large_batch(tiny_bert, family):
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("family", ["bert", "lion"])
+def test_only_targets_are_decoded(tiny_bert, family):
+    model, batch = tiny_bert if family == "bert" else lion_model("selective").eval(), random_batch(1, (2, 16), 9)
+    decoded = []
+    model.get_output_embeddings().register_forward_hook(lambda module, args, output: decoded.append(output.shape))
+    with torch.no_grad():
+        expected = model(batch["input_ids"], batch["attention_mask"]).logits[batch["labels"] != -100]
+        logits, labels, _ = pretrain_mlm.predict_targets(model, batch)
+    assert decoded == [(2, 16, 24), (9, 24)] and labels.tolist() == batch["labels"][batch["labels"] != -100].tolist()
+    torch.testing.assert_close(logits, expected)
+
+
 def test_a_batch_without_targets_has_zero_loss_and_gradient(tiny_bert):
     accelerator = Accelerator(cpu=True)
     summed_loss, counts = accumulate_gradients(accelerator, tiny_bert, [random_batch(0, (2, 16), 0)] * 2)
