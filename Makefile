@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 CARD := $(BIN)/python scripts/model_card.py --license apache-2.0
 
-.PHONY: install demo demo-image cards test test-slow test-hf lint format bench clean
+.PHONY: install demo demo-image demo-glue cards test test-slow test-hf lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -20,6 +20,9 @@ demo: install
 
 demo-image: install
 	$(BIN)/python scripts/demo_image.py
+
+demo-glue: install
+	$(BIN)/python scripts/demo_glue.py
 
 # The example cards, of what both demos have left.
 cards: install

@@ -1,7 +1,9 @@
 """LION model configuration."""
 
 import os
+import shutil
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
@@ -166,6 +168,16 @@ class LionConfig(PreTrainedConfig):
             raise ValueError(f"`size` must be one of {accepted}, got {size!r} for modality {modality!r}")
         return cls(modality=modality, **{**sizes[size], **overrides})
 
+    @staticmethod
+    def family_auto_map() -> dict[str, str]:
+        """Auto class → what it builds, by module and name: the whole family."""
+        # Not at the top, where it would be circular. As this file names the others, Transformers' loader fetches them
+        # along with it, and a configuration that was loaded alone can be saved with all code.
+        from .modeling_lion import AUTO_CLASSES
+
+        models = {name: f"modeling_lion.{cls.__name__}" for name, cls in AUTO_CLASSES.items()}
+        return {"AutoConfig": "configuration_lion.LionConfig", **models}
+
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
         """
         Save the configuration and the code of the whole family: with it the folder loads where the library is not
@@ -177,16 +189,23 @@ class LionConfig(PreTrainedConfig):
             push_to_hub (`bool`, *optional*, defaults to `False`):
                 Whether to upload what was saved.
             kwargs (`dict[str, Any]`, *optional*):
-                As of [`~PreTrainedConfig.save_pretrained`].
+                As of [`~utils.PushToHubMixin.push_to_hub`]; `repo_id` defaults to the name of the folder.
         """
-        # Not at the top, where it would be circular. As the code names all other files, Transformers takes them
-        # along wherever it copies this one.
-        from .modeling_lion import AUTO_CLASSES
-
-        own = {name: f"modeling_lion.{cls.__name__}" for name, cls in AUTO_CLASSES.items()}
-        others = {name: ref for name, ref in (getattr(self, "auto_map", None) or {}).items() if name not in own}
-        self.auto_map = {**own, **others}
-        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        family = self.family_auto_map()
+        # What the user has registered stays; what leads to the family in another repository does not.
+        registered = {
+            name: reference
+            for name, reference in (getattr(self, "auto_map", None) or {}).items()
+            if str(reference).rpartition("--")[2] not in family.values()
+        }
+        self.auto_map = {**family, **registered}
+        super().save_pretrained(save_directory)
+        for file in Path(__file__).parent.glob("*_lion.py"):
+            copy = Path(save_directory, file.name)
+            if not (copy.exists() and copy.samefile(file)):
+                shutil.copyfile(file, copy)
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     def __post_init__(self, **kwargs):
         self._refuse_misspelt(kwargs)
@@ -286,8 +305,5 @@ def count_patches(image_size, patch_size):
     """Rows and columns of patches that cover an image, both sizes as (height, width)."""
     return tuple(-(-pixels // patch) for pixels, patch in zip(image_size, patch_size, strict=True))
 
-
-# Has Transformers save this file and those that it imports beside every configuration.
-LionConfig.register_for_auto_class()
 
 __all__ = ["LionConfig"]

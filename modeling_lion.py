@@ -339,12 +339,14 @@ class LionPooler(nn.Module):
 
     @staticmethod
     def _unpack(hidden_states, attention_mask, segment_ids):
-        """Rows of one segment each, padded on the right, and their mask."""
+        """Rows of one sequence each, padded on the right, and their mask."""
+        if not is_tracing(segment_ids) and (segment_ids[:, -1] == 0).any():
+            raise ValueError("A row beside packed ones has no token that is not masked, and would have no output")
         batch, length = segment_ids.shape
         rows = torch.arange(batch, device=segment_ids.device).repeat_interleave(length).view(batch, length)
         keep = torch.ones_like(segment_ids, dtype=torch.bool) if attention_mask is None else attention_mask
-        segments = torch.stack([rows, segment_ids], -1)[keep]  # (tokens, 2)
-        lengths = segments.unique_consecutive(return_counts=True, dim=0)[1]
+        sequences = torch.stack([rows, segment_ids], -1)[keep]  # (tokens, 2)
+        lengths = sequences.unique_consecutive(return_counts=True, dim=0)[1]
         unpacked = nn.utils.rnn.pad_sequence(hidden_states[keep].split(lengths.tolist()), batch_first=True)
         return unpacked, torch.arange(unpacked.shape[1], device=lengths.device) < lengths[:, None]
 
@@ -382,7 +384,6 @@ class LionPreTrainedModel(PreTrainedModel):
     base_model_prefix = "lion"
     input_modalities = ("text",)
     supports_gradient_checkpointing = True
-    _no_split_modules = ["LionEmbeddings", "LionImageEmbeddings", "LionLayer"]
     _can_compile_fullgraph = True
     _can_record_outputs = {
         "hidden_states": LionLayer,
@@ -395,14 +396,17 @@ class LionPreTrainedModel(PreTrainedModel):
             accepted = " or ".join(f'modality="{modality}"' for modality in self.input_modalities)
             raise ValueError(f'{type(self).__name__} needs a configuration with {accepted}, got "{config.modality}"')
         super().__init__(config, *inputs, **kwargs)
+        # Those that the model has: FSDP's wrapping by them refuses others.
+        embeddings = "LionImageEmbeddings" if config.modality == "image" else "LionEmbeddings"
+        self._no_split_modules = [embeddings, "LionLayer"]
         self._keep_in_fp32_modules_strict = FP32_MODULES[config.decay_type]
 
     @classmethod
-    def from_pretrained(cls, *args, use_safetensors: bool | None = None, **kwargs):
-        """As everywhere in Transformers, but weights are read from safetensors alone: a pickle is a program."""
-        if use_safetensors is False:
-            raise ValueError("`use_safetensors` must not be False: LION models are not read from pickles")
-        return super().from_pretrained(*args, use_safetensors=True, **kwargs)
+    def _load_pretrained_model(cls, model, state_dict, checkpoint_files, *args, **kwargs):
+        for file in checkpoint_files or ():
+            if not str(file).endswith(".safetensors"):  # a pickle is a program
+                raise ValueError(f"Weights of {cls.__name__} are read from safetensors files alone, not from {file}")
+        return super()._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
 
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
@@ -503,9 +507,10 @@ class LionModel(LionPreTrainedModel):
     ) -> BaseModelOutputWithPooling:
         r"""
         position_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
-            Indices of positions of each input sequence tokens in the position embeddings. A position of 0 begins a
-            new sequence: those packed into one row never see each other, and each has its own pooled output. (In a
-            graph that is compiled or exported pooling goes by rows, unless `seq_idx` or `cu_seq_lens_q` is given.)
+            Indices of positions of each input sequence tokens in the position embeddings. Where that of the first
+            token that is not masked comes again, another sequence begins: those packed into one row never see each
+            other, and each has its own pooled output. (An exported program pools by rows all the same, unless it is
+            given `seq_idx` or `cu_seq_lens_q`.)
         bool_masked_pos (`torch.BoolTensor` of shape `(batch_size, num_patches)`, *optional*):
             Boolean masked positions. Indicates which patches are masked (1) and which aren't (0).
         interpolate_pos_encoding (`bool`, *optional*):
@@ -539,6 +544,8 @@ class LionModel(LionPreTrainedModel):
             segment_ids = _segment_ids(shape, attention_mask, position_ids, seq_idx, cu_seq_lens_q)
             if position_ids is None and segment_ids is not None:
                 position_ids = _positions_in(segment_ids)
+            if segment_ids is not None and not is_tracing(segment_ids) and segment_ids.max() < 2:
+                segment_ids = None  # every row is one sequence
             hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds)
 
         output_attentions = kwargs.get("output_attentions", self.config.output_attentions)
@@ -548,10 +555,14 @@ class LionModel(LionPreTrainedModel):
             hidden_states = layer(hidden_states, attention_mask, attn_mode, output_attentions, scan, segment_ids)
         hidden_states = self.final_norm(hidden_states)
 
-        if is_tracing(hidden_states) and seq_idx is None and cu_seq_lens_q is None:
-            segment_ids = None  # the number of sequences must not depend on the values of positions
+        if self._is_exported(hidden_states) and seq_idx is None and cu_seq_lens_q is None:
+            segment_ids = None  # the number of outputs must not depend on the values of positions
         pooled = self.pooler(hidden_states, attention_mask, segment_ids) if self.pooler is not None else None
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
+
+    @staticmethod
+    def _is_exported(tensor: torch.Tensor) -> bool:
+        return is_tracing(tensor) and (torch.compiler.is_exporting() or not torch.compiler.is_compiling())
 
     def _resolve_mode(self, attn_mode: str | None, length: int, ordered: bool, output_attentions: bool) -> str:
         mode = _check_attn_mode(self.config.attn_mode if attn_mode is None else attn_mode)
@@ -593,34 +604,40 @@ def _segment_ids(
     seq_idx: torch.Tensor | None,
     cu_seq_lens: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Numbers `(batch, length)` of the sequences packed into rows, or `None` where every row is one."""
+    """Numbers `(batch, length)` from 1 of the sequences packed into rows, or `None` where no field tells.
+
+    Masked tokens belong to the sequence before them, whatever their fields say; in front of the first they have 0.
+    """
     given = {}
-    if position_ids is not None:
-        begins = position_ids.expand(shape) == 0
-        begins = begins if attention_mask is None else begins & attention_mask  # positions of padding are often 0
-        given["position_ids"] = begins.cumsum(-1)
     if seq_idx is not None:
-        if seq_idx.shape != shape:
-            raise ValueError(f"`seq_idx` must be (batch, length) = {tuple(shape)}, got shape {tuple(seq_idx.shape)}")
         given["seq_idx"] = seq_idx
     if cu_seq_lens is not None:
-        given["cu_seq_lens_q"] = _segments_of_lengths(cu_seq_lens, shape)
+        given["cu_seq_lens_q"] = _numbers_from_lengths(cu_seq_lens, shape)
+    if position_ids is not None:
+        given["position_ids"] = position_ids
     if not given:
         return None
-    segment_ids = list(given.values())[-1]
-    if is_tracing(segment_ids):
-        return segment_ids
-    real = torch.ones(shape, dtype=torch.bool, device=segment_ids.device) if attention_mask is None else attention_mask
-    _check_boundaries(given, position_ids, real)
-    return segment_ids if _boundaries(segment_ids, real).any() else None
+    for name, values in given.items():
+        if values.shape[-1] != shape[1] or values.shape[:-1] not in ((), (1,), shape[:1]):
+            raise ValueError(f"`{name}` must be (batch, length) = {tuple(shape)}, got shape {tuple(values.shape)}")
+    first, *others = given
+    begins = {
+        name: _begins(values.expand(shape), attention_mask, by_position=name == "position_ids")
+        for name, values in given.items()
+    }
+    if not is_tracing(begins[first]):
+        for name in others:
+            if not torch.equal(begins[first], begins[name]):
+                raise ValueError(f"`{first}` and `{name}` contradict each other: sequences begin at different tokens")
+    return begins[first].cumsum(-1)
 
 
-def _segments_of_lengths(cu_seq_lens: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def _numbers_from_lengths(cu_seq_lens: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     batch, length = shape
     lengths = cu_seq_lens.diff()
     if not is_tracing(cu_seq_lens):
         is_whole = batch == 1 and cu_seq_lens[0] == 0 and cu_seq_lens[-1] == length
-        if not is_whole or (lengths < 0).any():
+        if not is_whole or (lengths < 1).any():
             raise ValueError(
                 f"`cu_seq_lens_q` must rise from 0 to the length of the only row, got {cu_seq_lens.tolist()} for "
                 f"(batch, length) = {tuple(shape)}"
@@ -629,30 +646,28 @@ def _segments_of_lengths(cu_seq_lens: torch.Tensor, shape: torch.Size) -> torch.
     return numbers.repeat_interleave(lengths, output_size=length)[None]
 
 
-def _check_boundaries(given: dict[str, torch.Tensor], position_ids: torch.Tensor | None, real: torch.Tensor):
-    """Refuse fields that begin sequences at different tokens."""
-    boundaries = {name: _boundaries(segment_ids, real) for name, segment_ids in given.items()}
-    if position_ids is not None and len(given) > 1:  # beside other fields positions may restart at any number
-        offsets = torch.arange(real.shape[1], device=real.device) - position_ids
-        boundaries["position_ids"] = _boundaries(offsets, real)
-    first, *others = boundaries
-    for name in others:
-        if not torch.equal(boundaries[first], boundaries[name]):
-            raise ValueError(f"`{first}` and `{name}` contradict each other: sequences begin at different tokens")
+def _begins(values: torch.Tensor, attention_mask: torch.Tensor | None, by_position: bool) -> torch.Tensor:
+    """Whether each token `(batch, length)` is the first one of a sequence that is not masked.
 
-
-def _boundaries(segment_ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Whether each token that is not masked, but the first, begins a segment of the same row."""
-    rows = torch.arange(len(real), device=real.device)[:, None].expand_as(real)[real]
-    segment_ids = segment_ids.expand_as(real)[real]
-    return (segment_ids[1:] != segment_ids[:-1]) & (rows[1:] == rows[:-1])
+    It is where its number differs from that of the last such token before it, or, by position, where that of the
+    row's first such token comes again.
+    """
+    batch, length = values.shape
+    places = torch.arange(length, device=values.device).expand(batch, length)
+    real = torch.ones_like(places, dtype=torch.bool) if attention_mask is None else attention_mask
+    if by_position:
+        first = real.int().argmax(-1, keepdim=True)
+        return real & (values == values.gather(-1, first))
+    seen = torch.where(real, places, -1).cummax(-1).values
+    previous = nn.functional.pad(seen[:, :-1], (1, 0), value=-1)
+    return real & ((previous < 0) | (values != values.gather(-1, previous.clamp(min=0))))
 
 
 def _positions_in(segment_ids: torch.Tensor) -> torch.Tensor:
-    """Positions of tokens in their segments, `(batch, length)`."""
-    positions = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
+    """Positions of tokens in their sequences, `(batch, length)`, counted from the first that is not masked."""
+    places = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
     begins = nn.functional.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
-    return positions - (positions * begins).cummax(-1).values
+    return places - (places * begins).cummax(-1).values
 
 
 def _warn_once(message: str):
@@ -862,7 +877,8 @@ class LionForMultipleChoice(LionPreTrainedModel):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        if len(outputs.pooler_output) != len(input_ids if input_ids is not None else inputs_embeds):
+        is_eager = not is_tracing(outputs.pooler_output)
+        if is_eager and len(outputs.pooler_output) != len(input_ids if input_ids is not None else inputs_embeds):
             raise ValueError("LionForMultipleChoice takes one sequence a choice, but `position_ids` begin several")
         logits = self.classifier(self.dropout(outputs.pooler_output)).view(-1, num_choices)
 

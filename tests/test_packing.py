@@ -25,7 +25,8 @@ FIELDS = {
     "seq_idx": {"return_position_ids": False, "return_seq_idx": True},
     "cu_seq_lens_q": {"return_position_ids": False, "return_flash_attn_kwargs": True},
     "all": {"return_seq_idx": True, "return_flash_attn_kwargs": True},
-    "positions from 2": {"position_ids_start": 2, "return_seq_idx": True},
+    "positions from 2": {"position_ids_start": 2},
+    "positions from 2, seq_idx": {"position_ids_start": 2, "return_seq_idx": True},
 }
 assert_close = functools.partial(modeling_checks.assert_close, tolerance=1e-9)
 PER_TOKEN = (LionModel, LionForMaskedLM, LionForTokenClassification, LionForQuestionAnswering)
@@ -62,7 +63,7 @@ def outputs_alone(model, sequences, **kwargs):
 @each_mode
 def test_tokens_of_a_packed_sequence_are_as_if_it_were_alone(cls, decay_type, mode, fields):
     model, sequences = build(cls, decay_type), make_sequences()
-    first = 2 if fields == "positions from 2" else 0
+    first = 2 if "from 2" in fields else 0
     with torch.no_grad():
         packed = outputs_of(model(**pack(sequences, **FIELDS[fields]), attn_mode=mode))
         expected = [
@@ -159,12 +160,13 @@ def test_one_sequence_in_a_row_is_no_pack(operator_calls):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"position_ids": torch.arange(8)[None]}, "`position_ids` and `seq_idx` contradict"),
-        ({"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5]])}, "`position_ids` and `seq_idx` contradict"),
-        ({"cu_seq_lens_q": torch.tensor([0, 4, 8])}, "`position_ids` and `cu_seq_lens_q` contradict"),
+        ({"position_ids": torch.arange(8)[None]}, "`seq_idx` and `position_ids` contradict"),
+        ({"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5]])}, "`seq_idx` and `position_ids` contradict"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 8])}, "`seq_idx` and `cu_seq_lens_q` contradict"),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 7])}, r"length of the only row, got \[0, 3, 7\]"),
         ({"cu_seq_lens_q": torch.tensor([0, 5, 3, 8])}, r"must rise from 0 .* got \[0, 5, 3, 8\]"),
-        ({"seq_idx": torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])}, r"`seq_idx` must be \(batch, length\) = \(1, 8\)"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3, 3, 8])}, r"must rise from 0 .* got \[0, 3, 3, 8\]"),
+        ({"seq_idx": torch.zeros(1, 7, dtype=torch.long)}, r"`seq_idx` must be \(batch, length\) = \(1, 8\)"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(changes, message):
@@ -191,9 +193,57 @@ def test_multiple_choice_takes_one_sequence_a_choice():
 
 
 @each_decay
+@each_mode
+def test_what_fields_say_of_masked_tokens_means_nothing(decay_type, mode):
+    """A row padded on the left and a row with a hole, alone and beside a packed row."""
+    model, sequences = build(LionForSequenceClassification, decay_type), make_sequences()
+    ids = torch.stack([sequences[3][:12]] * 3)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    mask[1, 5:7] = 0
+    numbers = torch.where(mask == 1, 3, -1)
+    numbers[2, 6:] = 4
+    with torch.no_grad():
+        beside = model(ids, mask, seq_idx=numbers, attn_mode=mode).logits
+        for row in range(2):
+            alone = {"attention_mask": mask[row : row + 1], "attn_mode": mode}
+            logits = model(ids[row : row + 1], seq_idx=numbers[row : row + 1], **alone).logits
+            assert_close(logits, beside[row : row + 1])
+            if row == 1 or decay_type != "none":  # with a table of positions those of padding count otherwise
+                assert_close(logits, model(ids[row : row + 1], **alone).logits)
+        assert_close(beside[0], model(ids[:1, 4:], attn_mode=mode).logits[0])
+    assert beside.shape == (4, 3)
+
+
+def test_a_row_without_tokens_beside_packed_ones_is_refused_where_outputs_are_counted():
+    ids, numbers = torch.ones(2, 8, dtype=torch.long), torch.tensor([[0] * 4 + [1] * 4, [0] * 8])
+    mask = torch.tensor([[1] * 8, [0] * 8])
+    assert build(LionForMaskedLM)(ids, mask, seq_idx=numbers).logits.isfinite().all()
+    with pytest.raises(ValueError, match="has no token that is not masked"):
+        build(LionForSequenceClassification)(ids, mask, seq_idx=numbers)
+
+
+@each_decay
 def test_a_compiled_model_keeps_packed_sequences_apart(decay_type):
     model, sequences = build(LionForMaskedLM, decay_type), make_sequences()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         logits = compiled(**pack(sequences), attn_mode="chunk").logits
     assert_close(logits, torch.cat(outputs_alone(model, sequences), 1))
+
+
+@pytest.mark.parametrize("fields", ["position_ids", "seq_idx", "cu_seq_lens_q"])
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_a_compiled_model_pools_each_packed_sequence(num_labels, fields):
+    torch.compiler.reset()
+    model, batch = (
+        build(LionForSequenceClassification, num_labels=num_labels),
+        pack(make_sequences(), **FIELDS[fields]),
+    )
+    labels = torch.tensor([0, 1, 1, 0, 1])
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        expected, output = model(**batch, labels=labels), compiled(**batch, labels=labels)
+    assert output.logits.shape == (5, num_labels)
+    assert_close(output.logits, expected.logits)
+    assert_close(output.loss, expected.loss)

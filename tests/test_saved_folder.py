@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from accelerate import FullyShardedDataParallelPlugin
 from folder_tasks import answer, example, outputs_of
 from modeling_checks import (
     DECAYS,
@@ -19,6 +20,7 @@ from modeling_checks import (
     assert_close,
     assert_same_state,
     build_from,
+    decay_parameters,
 )
 from safetensors.torch import load_file
 from transformers import (
@@ -33,7 +35,7 @@ from transformers.dynamic_module_utils import get_imports
 
 import lion_transformers
 from lion_transformers import LionConfig, LionForMaskedLM, LionModel
-from lion_transformers.modeling_lion import AUTO_CLASSES
+from lion_transformers.modeling_lion import AUTO_CLASSES, LionEmbeddings, LionImageEmbeddings, LionLayer
 
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 40, "num_labels": 3}
@@ -41,6 +43,7 @@ CONFIGS = {
     "text": {"vocab_size": 96, "max_position_embeddings": 40},
     "image": {"modality": "image", "image_size": (12, 10), "patch_size": (4, 2), "scan_order": "serpentine"},
 }
+CODE = {"attention_lion.py", "configuration_lion.py", "modeling_lion.py", "scan_order_lion.py"}
 FITTING = {
     modality: {name: cls for name, cls in AUTO_CLASSES.items() if modality in cls.input_modalities}
     for modality in CONFIGS
@@ -180,7 +183,7 @@ def test_tokenizers_and_image_processors_need_no_code(tmp_path, run_task):
 
 def test_code_imports_torch_and_transformers_and_what_these_always_bring():
     files = sorted(Path(lion_transformers.__file__).parent.glob("*_lion.py"))
-    assert len(files) == 4
+    assert {file.name for file in files} == CODE
     imported = {name for file in files for name in get_imports(file)} - sys.stdlib_module_names
     assert imported == {"torch", "transformers", "huggingface_hub"}
 
@@ -190,16 +193,63 @@ def test_where_the_library_is_installed_its_classes_are_used(tmp_path):
     assert type(AutoModelForMaskedLM.from_pretrained(tmp_path)) is LionForMaskedLM
 
 
-def test_what_the_user_has_added_to_the_auto_map_stays(tmp_path):
+OWN_CODE = """
+from lion_transformers import LionConfig, LionModel
+
+
+class MyConfig(LionConfig):
+    model_type = "my-lion"
+
+
+class MyModel(LionModel):
+    config_class = MyConfig
+"""
+
+
+def test_classes_that_users_derive_are_saved_beside_the_family(tmp_path, monkeypatch):
+    (tmp_path / "my_lion.py").write_text(OWN_CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import my_lion
+
+    config = my_lion.MyConfig(**SIZES, **CONFIGS["text"])
+    my_lion.MyModel(config).save_pretrained(tmp_path / "plain")
+    assert_carries_code(tmp_path / "plain")  # loads as the family's classes, which have its weights
+
+    my_lion.MyConfig.register_for_auto_class()
+    my_lion.MyModel.register_for_auto_class("AutoModel")
+    my_lion.MyModel(config).save_pretrained(tmp_path / "registered")
+    auto_map = json.loads((tmp_path / "registered" / "config.json").read_text())["auto_map"]
+    assert (auto_map["AutoConfig"], auto_map["AutoModel"]) == ("my_lion.MyConfig", "my_lion.MyModel")
+    assert auto_map["AutoModelForMaskedLM"] == "modeling_lion.LionForMaskedLM"
+    assert (tmp_path / "registered" / "my_lion.py").read_text() == OWN_CODE
+    assert {path.name for path in (tmp_path / "plain").glob("*.py")} == CODE
+    assert {path.name for path in (tmp_path / "registered").glob("*.py")} == CODE | {"my_lion.py"}
+
+
+def test_references_to_the_family_elsewhere_are_replaced_and_others_stay(tmp_path):
     config = make_config()
     config.auto_map = {
         "AutoTokenizer": ["my_tokenizer.MyTokenizer", None],
         "AutoModel": "someone/else--modeling_lion.LionModel",
+        "AutoModelForMaskedLM": "someone/else--my_lion.MyMaskedLM",
     }
     config.save_pretrained(tmp_path)
     auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     assert auto_map["AutoTokenizer"] == ["my_tokenizer.MyTokenizer", None]
     assert auto_map["AutoModel"] == "modeling_lion.LionModel"
+    assert auto_map["AutoModelForMaskedLM"] == "someone/else--my_lion.MyMaskedLM"
+
+
+def test_a_folder_that_links_to_the_package_can_be_saved_into(tmp_path):
+    for name in CODE:
+        (tmp_path / name).symlink_to(Path(lion_transformers.__file__).with_name(name))
+    build("AutoModel").save_pretrained(tmp_path)
+    assert_carries_code(tmp_path)
+
+
+def test_other_processes_than_the_main_one_write_nothing(tmp_path):
+    build("AutoModel").save_pretrained(tmp_path / "model", is_main_process=False)
+    assert not any((tmp_path / "model").iterdir())
 
 
 def test_checkpoints_of_trainer_carry_the_code(tmp_path):
@@ -221,21 +271,30 @@ def test_checkpoints_of_trainer_carry_the_code(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def name_in_index(folder):
+    weights = dict.fromkeys(torch.load(folder / "weights.bin", weights_only=True), "weights.bin")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+
+
+@pytest.mark.parametrize(
+    ("file", "prepare"), [("pytorch_model.bin", lambda folder: None), ("weights.bin", name_in_index)]
+)
 @pytest.mark.parametrize("use_safetensors", [None, True, False])
-def test_a_pickle_is_never_read(tmp_path, use_safetensors):
+def test_a_pickle_is_never_read(tmp_path, monkeypatch, use_safetensors, file, prepare):
     model = build("AutoModelForMaskedLM")
     model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    torch.save(model.state_dict(), tmp_path / file)
+    prepare(tmp_path)
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("a pickle was read"))
     for loader in (LionForMaskedLM, AutoModelForMaskedLM):
-        with pytest.raises((OSError, ValueError), match=r"no file named model\.safetensors|must not be False"):
+        with pytest.raises((OSError, ValueError), match=r"from safetensors files alone|no file named \S+"):
             loader.from_pretrained(tmp_path, use_safetensors=use_safetensors)
 
 
 def test_what_is_saved_holds_no_pickle(tmp_path):
     build("AutoModelForMaskedLM").save_pretrained(tmp_path)
-    code = {"attention_lion.py", "configuration_lion.py", "modeling_lion.py", "scan_order_lion.py"}
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"} | code
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"} | CODE
 
 
 def test_tied_weights_are_stored_once(tmp_path):
@@ -278,6 +337,29 @@ def test_every_way_of_loading_gives_the_same_model(tmp_path, modality, auto_clas
     assert {parameter.device.type for parameter in loaded.parameters()} == {"cpu"}
     assert_same_state(loaded.state_dict(), model.state_dict())
     assert torch.equal(answer(loaded), answer(model))
+
+
+@each_class
+@pytest.mark.parametrize("decay_type", DECAYS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_loaded_as_it_was_saved_decays_in_float32(tmp_path, modality, auto_class, decay_type, dtype):
+    build(auto_class, modality, decay_type=decay_type).save_pretrained(tmp_path / "float32")
+    model = from_pretrained(auto_class, tmp_path / "float32", dtype=dtype)
+    model.save_pretrained(tmp_path / "half")
+    loaded = from_pretrained(auto_class, tmp_path / "half", dtype="auto", device_map="auto")
+    assert_same_state(loaded.state_dict(), model.state_dict())
+    assert {p.dtype for p in decay_parameters(loaded).values()} <= {torch.float32}
+    assert {p.dtype for name, p in loaded.named_parameters() if name not in decay_parameters(loaded)} == {dtype}
+    assert torch.equal(answer(loaded), answer(model))
+
+
+@each_class
+def test_a_model_can_be_wrapped_layer_by_layer(modality, auto_class):
+    """As FSDP does it."""
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap")
+    plugin.set_auto_wrap_policy(build(auto_class, modality))
+    embeddings = {"text": LionEmbeddings, "image": LionImageEmbeddings}[modality]
+    assert plugin.auto_wrap_policy.keywords["transformer_layer_cls"] == {embeddings, LionLayer}
 
 
 @each_class
