@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, GitCommitInfo, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
@@ -59,7 +59,7 @@ STALE = [
     *("*.bin", "model.*.safetensors", "model.safetensors.index.*.json", "adapter_config.json", "adapter_model.*"),
 ]
 COMMIT_MESSAGE = "Upload LION model"
-# All that an unreachable or confused server leads to; the errors of the client's connections are not huggingface_hub's.
+# All that a server leads to which cannot be reached, refuses or is confused.
 HUB_ERRORS = (HTTPError, OSError, ValueError, RuntimeError, LookupError, TypeError)
 NO_ANSWER = (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError)  # one that the client cannot read
 NOTHING = "nothing was uploaded"
@@ -206,7 +206,7 @@ def outputs_in_fresh_process(
 def loading(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, AttributeError, SafetensorError) as error:
         raise UsageError(f"the model in {folder} cannot be loaded: {one_line(error)}") from error
 
 
@@ -229,17 +229,18 @@ def files_to_upload(folder: Path, repo_id: str, license: str | None) -> dict[str
 
 
 def own_modules(folder: Path) -> set[str]:
-    """Files of the classes that the user has added to an auto_map, beside the family's own."""
+    """Files of the classes that the user has added to an auto_map, and the family's own."""
     modules = set()
     for path in [folder / name for name in CONFIGS if (folder / name).is_file()]:
         with loading(folder):
             auto_map = json.loads(path.read_text(encoding="utf-8")).get("auto_map") or {}
-        for entry in auto_map.values():
-            references = entry if isinstance(entry, list) else [entry]  # tokenizers have two, either may be None
-            modules |= {f"{reference.partition('.')[0]}.py" for reference in references if reference}
-    if missing := sorted(name for name in modules if not (folder / name).is_file()):
+            for entry in auto_map.values():
+                references = entry if isinstance(entry, list) else [entry]  # tokenizers have two, either may be None
+                modules |= {f"{reference.partition('.')[0]}.py" for reference in references if reference}
+    if missing := sorted(modules - {path.name for path in folder.iterdir()}):
+        names = ", ".join(missing)
         raise UsageError(
-            f"{folder} lacks {', '.join(missing)}, which auto_map names: put it there, or take its entry out of auto_map."
+            f"{folder} lacks {names}, named by auto_map: put it there, or take its entry out of auto_map."
         )
     return modules
 
@@ -279,7 +280,9 @@ def upload(files: dict[str, Path | bytes], repo_id: str, api: HfApi, private: bo
     return address
 
 
-def commit(api: HfApi, repo_id: str, operations: list[CommitOperationAdd | CommitOperationDelete], parent: str) -> None:
+def commit(
+    api: HfApi, repo_id: str, operations: list[CommitOperationAdd | CommitOperationDelete], parent: str
+) -> None:
     """One commit after `parent`. Where its answer is lost, the repository tells whether it was made."""
     try:
         api.create_commit(repo_id, operations, commit_message=COMMIT_MESSAGE, parent_commit=parent)
@@ -297,8 +300,9 @@ def commit(api: HfApi, repo_id: str, operations: list[CommitOperationAdd | Commi
 def may_be_committed(error: Exception) -> bool:
     """Whether the request for the commit was sent, and not refused."""
     if isinstance(error, HTTPError):
-        refused = isinstance(error, HfHubHTTPError) and 400 <= error.response.status_code < 500
-        return error.request.url.path.endswith("/commit/main") and not refused
+        answer = error.response if isinstance(error, HfHubHTTPError) else None  # none: the connection broke off
+        request = error.request if answer is None else answer.request
+        return request.url.path.endswith("/commit/main") and (answer is None or answer.status_code >= 500)
     return isinstance(error, NO_ANSWER)
 
 

@@ -2,8 +2,8 @@
 
     python -P scripts/standalone.py FOLDER OUTPUT.safetensors AutoModel AutoModelForMaskedLM ...
 
-publish.py runs this in a fresh process and compares. The folder's tokenizer or image processor must load too. The module imports nothing of lion_transformers, and run as a
-script it sees to it that nothing else can.
+publish.py runs this in a fresh process and compares. The tokenizer or image processor must load there too. The
+module imports nothing of lion_transformers, and run as a script it sees to it that nothing else can.
 """
 
 import sys
