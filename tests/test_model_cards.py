@@ -308,7 +308,7 @@ def test_results_of_trainer_are_read(tmp_path):
     [
         ({"dataset_name": "allenai/c4", "dataset_config_name": "en"}, "allenai/c4", "allenai/c4"),
         ({"dataset_name": "imdb"}, "imdb", "imdb"),
-        ({"dataset_name": "outputs/demo/my data"}, "outputs/demo/my data", "data"),
+        ({"dataset_name": "outputs/demo/my data"}, "outputs/demo/my data", "my-data"),
         ({"validation_dir": "outputs/demo/data/validation"}, "outputs/demo/data/validation", "validation"),
         ({"validation_file": ["a/x.csv", "a/y.csv"]}, "a/x.csv, a/y.csv", "x.csv-y.csv"),
         ({"train_file": "a/x.csv"}, "what was held out of a/x.csv", "what-was-held-out-of-x.csv"),
