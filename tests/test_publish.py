@@ -372,14 +372,14 @@ def test_a_licence_that_the_hub_does_not_take_is_refused(folder, checked_heads, 
 def test_weights_that_are_not_finite_are_refused(folder, monkeypatch, capsys):
     edit_weights(folder, lambda weights: weights["head.dense.bias"].fill_(float("nan")))
     monkeypatch.setattr(publish, "outputs_in_fresh_process", lambda *_: {})
-    monkeypatch.setattr(publish, "AUTO_CLASSES", {"AutoModelForMaskedLM": LionForMaskedLM})
-    monkeypatch.setattr(publish, "check_code", lambda *_: None)
+    one_head(monkeypatch)
     message = fails_with(publish, monkeypatch, capsys, folder, "--repo_id", "alice/text", "--dry_run")
     assert "AutoModelForMaskedLM.logits is not finite" in message
 
 
 def test_the_fresh_process_runs_the_code_of_the_folder(folder, monkeypatch, capsys):
     """Code that differs would give other logits: it is checked by its bytes first, which is put aside here."""
+    one_head(monkeypatch)
     monkeypatch.setattr(publish, "check_code", lambda *_: None)
     modeling = folder / "modeling_lion.py"
     code = modeling.read_text()
@@ -392,6 +392,7 @@ def test_the_fresh_process_runs_the_code_of_the_folder(folder, monkeypatch, caps
 
 
 def test_the_fresh_process_has_no_package(folder, monkeypatch, capsys):
+    one_head(monkeypatch)
     monkeypatch.setattr(publish, "check_code", lambda *_: None)
     modeling = folder / "modeling_lion.py"
     modeling.write_text(modeling.read_text().replace("import torch\n", "import torch\nimport lion_transformers\n", 1))
