@@ -8,8 +8,10 @@ and results.json; what they do not hold is left out.
 
 import argparse
 import json
+import math
+import re
 from dataclasses import dataclass
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -21,6 +23,7 @@ from lion_transformers.configuration_lion import as_pair
 from lion_transformers.modeling_lion import AUTO_CLASSES
 from lion_transformers.scripts.arguments import Parser, UsageError, one_line, run
 from lion_transformers.scripts.checkpointing import atomic_write
+from lion_transformers.scripts.standalone import PROCESSORS
 
 
 TEMPLATE = Path(__file__).parents[1] / "model_cards" / "lion.md.jinja"
@@ -36,7 +39,6 @@ TASKS = {
     "LionForTokenClassification": "token-classification",
 }
 FEATURES = {"text": "feature-extraction", "image": "image-feature-extraction"}
-PROCESSORS = {"tokenizer_config.json": "AutoTokenizer", "preprocessor_config.json": "AutoImageProcessor"}
 # Class of the model: the script that trains it.
 SCRIPTS = {
     "LionForImageClassification": "scripts/train_image_classification.py",
@@ -70,6 +72,17 @@ ACCURACIES = {"accuracy": "accuracy", "masked_accuracy": "masked accuracy", "top
 ACCURACIES["top5"] = "top-5 accuracy"
 # What stands among the metrics without being one.
 COUNTS = ["targets", "images", "runtime", "samples_per_second", "steps_per_second"]
+# User and password of a URL; a password may hold what would end it.
+USER_INFO = re.compile(r"(?<=://)(?:[^\s@/:]*:\S*|[^\s@/]*)@")
+# A path that tells of the machine it is on, up to its last part, wherever it stands in a text: as it may hold any
+# character, it ends with the line. What follows the colon of a URL is none, but where the URL names no host.
+LOCAL_PATH = re.compile(
+    r"""(?<![\w./\\<-])
+    (?: file: | ~[\w.-]*[/\\] | (?<!:)/(?=\S) | /(?=[^\s/]|//) | [A-Za-z]:[/\\] | \\\\(?=[\w?.])
+      | \.\.[/\\] | [^\s=:,;'"]*?[/\\]\.\.(?:[/\\]|$) )
+    (?: .*[/\\] )?""",
+    re.VERBOSE | re.MULTILINE,
+)
 
 
 def main() -> None:
@@ -96,10 +109,12 @@ def make_card(folder: Path, repo_id: str, license: str | None) -> ModelCard:
         license: of the weights; the card says so where it is not known.
 
     Raises:
-        UsageError: config.json or results.json cannot be read.
+        UsageError: config.json or results.json cannot be read; the Hub has no licence of that form.
     """
+    if license is not None and not re.fullmatch(r"[a-z0-9.-]+", license):
+        raise UsageError(f"the Hub names licences by small letters, digits, - and ., got {license!r}.")
     config, results = read_config(folder), read_results(folder)
-    arguments = results.get("arguments", {})
+    arguments = mapping(results, "arguments")
     model_class, variant, name = class_name(config), variant_of(config), repo_id.split("/")[-1]
     task = TASKS.get(model_class, FEATURES[config.modality])
     metadata = ModelCardData(
@@ -127,11 +142,11 @@ def make_card(folder: Path, repo_id: str, license: str | None) -> ModelCard:
         arguments=arguments,
         data={label: as_code(arguments[key]) for key, label in DATA.items() if arguments.get(key)},
         script=SCRIPTS.get(model_class),
-        recipe=as_recipe(arguments) if "steps" in results else None,
-        versions=", ".join(f"{name} {version}" for name, version in results.get("versions", {}).items()),
+        recipe=as_recipe(arguments) if "steps" in results and arguments else None,
+        versions=", ".join(f"{name} {version}" for name, version in mapping(results, "versions").items()),
         evaluation=evaluation_table(results),
         evaluation_data=evaluation_data(arguments),
-        trained="before" in results,
+        trained=bool(mapping(results, "before")),
         speed=speed_table(results),
     )
 
@@ -158,23 +173,44 @@ def read_results(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return without_local_paths(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {one_line(error)}") from error
+        text = path.read_text(encoding="utf-8")
+        results = json.loads(text, parse_float=finite, parse_constant=finite)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {one_line(error)}") from error
+    if not isinstance(results, dict):
+        raise UsageError(f"{path} must hold names and values, as the training scripts write them.")
+    return without_local_paths(results)
+
+
+def finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
+
+
+def mapping(results: dict[str, Any], name: str) -> dict[str, Any]:
+    """A part of the results; empty where there is none."""
+    value = results.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def without_local_paths(value: Any) -> Any:
-    """Paths that tell of the machine they are on keep their last part only."""
+    """Paths that tell of the machine they are on keep their last part only; URLs lose user and password."""
     if isinstance(value, dict):
-        return {name: without_local_paths(item) for name, item in value.items()}
+        return {without_local_paths(name): without_local_paths(item) for name, item in value.items()}
     if isinstance(value, list):
         return [without_local_paths(item) for item in value]
-    return PureWindowsPath(value).name if isinstance(value, str) and is_local(value) else value
+    return public(value) if isinstance(value, str) else value
 
 
-def is_local(text: str) -> bool:
-    # PureWindowsPath reads separators of both kinds, but an absolute path of its own only.
-    return text.startswith(("/", "~", "..", "file:")) or PureWindowsPath(text).is_absolute()
+def public(text: str) -> str:
+    text = USER_INFO.sub("", text)
+    return LOCAL_PATH.sub("", text.rstrip("/\\")) if LOCAL_PATH.search(text) else text
 
 
 # What the card says
@@ -197,8 +233,8 @@ def variant_of(config: LionConfig) -> str:
 def architecture_table(config: LionConfig, results: dict[str, Any]) -> dict[str, str]:
     names = [*ARCHITECTURE, *ARCHITECTURE_BY_MODALITY[config.modality]]
     table = {f"`{name}`": as_code(getattr(config, name)) for name in names}
-    parameters = results.get("model", {}).get("parameters")
-    return {"parameters": figure(parameters), **table} if parameters else table
+    parameters = mapping(results, "model").get("parameters")
+    return {"parameters": figure(parameters), **table} if is_number(parameters) else table
 
 
 def as_recipe(arguments: dict[str, Any]) -> str:
@@ -228,24 +264,26 @@ class Measurement:
 
 def measurements(results: dict[str, Any]) -> list[Measurement]:
     """The metrics of the final model: at every resolution where there are several."""
-    before = metrics_of(results.get("before", {}))
-    if "resolutions" not in results:
-        final = metrics_of(results.get("after", results))
-        return [measurement(name, value, before.get(name)) for name, value in final.items() if is_metric(name)]
+    before = metrics_of(mapping(results, "before"))
+    resolutions = mapping(results, "resolutions")
+    if not resolutions:
+        final = metrics_of(mapping(results, "after") or results)
+        return [measurement(name, value, before.get(name)) for name, value in final.items()]
     return [
         measurement(name, value, before.get(name) if number == 0 else None, f" at {resolution} pixels")
-        for number, (resolution, metrics) in enumerate(results["resolutions"].items())  # the first is the model's own
-        for name, value in metrics.items()
-        if is_metric(name)
+        for number, resolution in enumerate(resolutions)  # the first is the model's own
+        for name, value in mapping(resolutions, resolution).items()
+        if is_metric(name, value)
     ]
 
 
-def metrics_of(evaluation: dict[str, float]) -> dict[str, float]:
-    return {name[5:]: value for name, value in evaluation.items() if name.startswith("eval_")}
+def metrics_of(evaluation: dict[str, Any]) -> dict[str, float]:
+    names = [name for name in evaluation if name.startswith("eval_")]
+    return {name[5:]: evaluation[name] for name in names if is_metric(name[5:], evaluation[name])}
 
 
-def is_metric(name: str) -> bool:
-    return name not in COUNTS and not name.startswith("raw_")  # of weights that were not kept
+def is_metric(name: str, value: Any) -> bool:
+    return is_number(value) and name not in COUNTS and not name.startswith("raw_")  # of weights that were not kept
 
 
 def measurement(name: str, value: float, before: float | None, place: str = "") -> Measurement:
@@ -254,20 +292,28 @@ def measurement(name: str, value: float, before: float | None, place: str = "") 
 
 
 def model_index(results: dict[str, Any], task: str) -> list[EvalResult]:
-    arguments = results.get("arguments", {})
-    dataset = arguments.get("dataset_name") or evaluation_data(arguments).replace("`", "") or "not recorded"
+    arguments = mapping(results, "arguments")
+    name = str(arguments.get("dataset_name") or "")
+    dataset = name or evaluation_data(arguments).replace("`", "") or "not recorded"
+    dataset_config = arguments.get("dataset_config_name")
     return [
         EvalResult(
             task_type=task,
-            dataset_type=dataset,
+            dataset_type=name if re.fullmatch(r"([\w-]+/)?[\w.-]+", name, re.ASCII) else slug(dataset),
             dataset_name=dataset,
-            dataset_config=arguments.get("dataset_config_name"),
+            dataset_config=None if dataset_config is None else str(dataset_config),
             metric_type=each.type,
             metric_name=each.name,
             metric_value=each.value,
         )
         for each in measurements(results)
     ]
+
+
+def slug(dataset: str) -> str:
+    """A data set as the Hub can take it for a type: without folders, in the characters that names there have."""
+    last_parts = re.sub(r"[^\s,]*/(?=[^\s,])", "", dataset)
+    return re.sub(r"[^\w.-]+", "-", last_parts, flags=re.ASCII).strip("-") or "not-recorded"
 
 
 def evaluation_table(results: dict[str, Any]) -> list[dict[str, str]]:
@@ -278,13 +324,15 @@ def evaluation_table(results: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def speed_table(results: dict[str, Any]) -> dict[str, str]:
-    table = {}
     for unit in ("tokens", "images"):
-        if f"{unit}_per_second" in results:
-            table["training throughput"] = f"{figure(results[f'{unit}_per_second'])} {unit} per second"
-            table["seen in training"] = f"{figure(results[unit])} {unit} in {figure(results['steps'])} steps"
-            table["the whole run"] = f"{figure(results['wall_seconds'])} seconds"
-    return table
+        speed, seen, steps, seconds = map(results.get, (f"{unit}_per_second", unit, "steps", "wall_seconds"))
+        if all(map(is_number, (speed, seen, steps, seconds))):
+            return {
+                "training throughput": f"{figure(speed)} {unit} per second",
+                "seen in training": f"{figure(seen)} {unit} in {figure(steps)} steps",
+                "the whole run": f"{figure(seconds)} seconds",
+            }
+    return {}
 
 
 def figure(value: float) -> str:

@@ -3,12 +3,14 @@
     python scripts/publish.py outputs/demo/pretrained --repo_id user/lion-s-reviews --dry_run
     python scripts/publish.py outputs/demo/pretrained --repo_id user/lion-s-reviews --license apache-2.0
 
-The folder is checked first: in a fresh process without this package, offline, every head must load by the code in the
-folder and give what this package gives, bit by bit. The token is that of `hf auth login` or of HF_TOKEN.
+Of the folder only what belongs to the model is uploaded, no checkpoints, logs, pickles or pictures of your data;
+results.json without the local paths in it. A README.md in the folder is uploaded as it is; where there is none, the
+card of scripts/model_card.py is, but for `--update`, which then keeps the card on the Hub.
 
-Of the folder only what belongs to the model is uploaded, no checkpoints, logs or pickles; results.json without the
-local paths in it. A README.md in the folder is uploaded as it is; where there is none, the card of
-scripts/model_card.py is.
+What would be uploaded is checked first: in a fresh process without this package, offline, the tokenizer or image
+processor must load, and every head, by the code in the folder, must give what this package gives, bit by bit. Modules
+of your own that an auto_map names are uploaded too, and run in that process. The token is that of `hf auth login` or
+of HF_TOKEN.
 """
 
 import argparse
@@ -18,15 +20,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import transformers
-from httpx2 import HTTPError
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, GitCommitInfo, HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -42,13 +43,26 @@ from lion_transformers.scripts.model_card import class_name, make_card, read_con
 PACKAGE = Path(lion_transformers.__file__).parent
 CODE = sorted(file.name for file in PACKAGE.glob("*_lion.py"))
 WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
-UPLOADED = [
-    *("README.md", "LICENSE", "config.json", "results.json", "*.png"),
+CONFIGS = ["config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"]
+OF_THE_MODEL = [
+    *("results.json", "loss_curve.png", "confusion_matrix.png"),
+    *CONFIGS,
     *WEIGHTS,
     *CODE,
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.txt", "vocab.json", "merges.txt", "preprocessor_config.json", "processor_config.json"),
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.txt", "vocab.json", "merges.txt", "chat_template.jinja"),
 ]
+UPLOADED = ["README.md", "LICENSE", *OF_THE_MODEL]
+# What would be loaded in place of the new model, or with it.
+STALE = [
+    *OF_THE_MODEL,
+    *("*.bin", "model.*.safetensors", "model.safetensors.index.*.json", "adapter_config.json", "adapter_model.*"),
+]
+COMMIT_MESSAGE = "Upload LION model"
+# All that a server leads to which cannot be reached, refuses or is confused.
+HUB_ERRORS = (HTTPError, OSError, ValueError, RuntimeError, LookupError, TypeError)
+NO_ANSWER = (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError)  # one that the client cannot read
+NOTHING = "nothing was uploaded"
 
 
 def main() -> None:
@@ -68,16 +82,17 @@ def main() -> None:
     token = get_token()
     if token is None and not arguments.dry_run:
         raise UsageError("there is no token for the Hub: run `hf auth login`, or set HF_TOKEN.")
-    print(f"Checking that {folder} loads on its own ...", flush=True)
-    check_folder(folder)
+    config = read_config(folder)
+    check_folder(folder, config)
     files = files_to_upload(folder, repo_id, arguments.license)
+    print(f"Checking that {folder} loads on its own ...", flush=True)
+    check_heads(folder, config, files)
     for name, content in files.items():
         print(f"{len(content) if isinstance(content, bytes) else content.stat().st_size:>14,}  {name}")
     if arguments.dry_run:
         print(f"{len(files)} files would be uploaded to {repo_id}.")
         return
-    with hub_errors(repo_id, token):
-        address = upload(files, repo_id, HfApi(token=token), private=arguments.private, update=arguments.update)
+    address = upload(files, repo_id, HfApi(token=token), private=arguments.private, update=arguments.update)
     print(f"Published: {address}")
 
 
@@ -93,17 +108,15 @@ def check_repo_id(repo_id: str) -> None:
 # Checks of the folder
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse a folder that would not load from the Hub, or not as it does here.
+def check_folder(folder: Path, config: LionConfig) -> None:
+    """Refuse a folder that is no complete LION model, as far as that can be told without running its code.
 
     Raises:
-        UsageError: not a complete LION model, foreign code, weights that are missing or broken, heads that differ.
+        UsageError: half written, foreign code, weights that are missing or broken.
     """
-    config = read_config(folder)
     check_complete(folder)
     check_code(folder, config)
     check_weights(folder, config)
-    check_heads(folder, config)
 
 
 def check_complete(folder: Path) -> None:
@@ -125,8 +138,8 @@ def check_code(folder: Path, config: LionConfig) -> None:
     foreign = [
         name for name, path in files if not path.is_file() or path.read_bytes() != (PACKAGE / name).read_bytes()
     ]
-    auto_map = {name: f"modeling_lion.{cls.__name__}" for name, cls in AUTO_CLASSES.items()}
-    if getattr(config, "auto_map", None) != {"AutoConfig": "configuration_lion.LionConfig", **auto_map}:
+    auto_map, family = getattr(config, "auto_map", None) or {}, LionConfig.family_auto_map()
+    if any(auto_map.get(name) != reference for name, reference in family.items()):
         foreign.append("auto_map in config.json")
     if foreign:
         raise UsageError(
@@ -145,12 +158,21 @@ def check_weights(folder: Path, config: LionConfig) -> None:
             raise UsageError(f"{folder}: the weights do not fit {model_class.__name__}, {kind}: {', '.join(names)}.")
 
 
-def check_heads(folder: Path, config: LionConfig) -> None:
-    """Every head gives the same by the code in the folder, in a process of its own, and by this package."""
+def check_heads(folder: Path, config: LionConfig, files: dict[str, Path | bytes]) -> None:
+    """Every head gives the same by the code to be uploaded, in a process of its own, and by this package.
+
+    Args:
+        folder: of the model.
+        config: its configuration.
+        files: those of the folder that are uploaded, by name. No others are there in that process.
+
+    Raises:
+        UsageError: what is uploaded does not load, or gives something else.
+    """
     auto_classes = [name for name, cls in AUTO_CLASSES.items() if config.modality in cls.input_modalities]
     with loading(folder):
         expected = standalone.head_outputs(str(folder), auto_classes, trust_remote_code=False)
-    alone = outputs_in_fresh_process(folder, auto_classes)
+    alone = outputs_in_fresh_process(folder, auto_classes, files)
     for name, value in expected.items():
         if not value.isfinite().all():
             raise UsageError(f"{folder}: {name} is not finite.")
@@ -158,14 +180,21 @@ def check_heads(folder: Path, config: LionConfig) -> None:
             raise UsageError(f"{folder}: {name} differs by the code in the folder from what this package gives.")
 
 
-def outputs_in_fresh_process(folder: Path, auto_classes: list[str]) -> dict[str, torch.Tensor]:
+def outputs_in_fresh_process(
+    folder: Path, auto_classes: list[str], files: dict[str, Path | bytes]
+) -> dict[str, torch.Tensor]:
     with tempfile.TemporaryDirectory() as cache:
+        uploaded = Path(cache) / "uploaded"
+        uploaded.mkdir()
+        for name, content in files.items():
+            if isinstance(content, Path):
+                (uploaded / name).symlink_to(content.resolve())
         env = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
         env |= {"HF_HOME": cache, "HF_MODULES_CACHE": f"{cache}/modules", "HF_HUB_OFFLINE": "1"}
         env["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # sums of other parts round in another way
         output = Path(cache) / "outputs.safetensors"
         # -P: the folder of the script, which is this one, is nothing to import from.
-        command = [sys.executable, "-P", standalone.__file__, folder.resolve(), output, *auto_classes]
+        command = [sys.executable, "-P", standalone.__file__, uploaded, output, *auto_classes]
         result = subprocess.run(command, env=env, cwd=cache, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             reason = one_line(result.stderr.strip().rpartition("\n")[2])
@@ -177,7 +206,7 @@ def outputs_in_fresh_process(folder: Path, auto_classes: list[str]) -> dict[str,
 def loading(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, AttributeError, SafetensorError) as error:
         raise UsageError(f"the model in {folder} cannot be loaded: {one_line(error)}") from error
 
 
@@ -186,7 +215,8 @@ def loading(folder: Path) -> Iterator[None]:
 
 def files_to_upload(folder: Path, repo_id: str, license: str | None) -> dict[str, Path | bytes]:
     """What goes to the Hub, by its name there: files of the folder, or contents that are made for it."""
-    paths = sorted(path for path in folder.iterdir() if path.is_file() and is_any_of(path.name, UPLOADED))
+    names = [*UPLOADED, *own_modules(folder)]
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and is_any_of(path.name, names))
     files: dict[str, Path | bytes] = {path.name: path for path in paths}
     results = read_results(folder)
     if results:
@@ -198,54 +228,119 @@ def files_to_upload(folder: Path, repo_id: str, license: str | None) -> dict[str
     return files
 
 
-def is_any_of(name: str, patterns: list[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+def own_modules(folder: Path) -> set[str]:
+    """Files of the classes that the user has added to an auto_map, and the family's own."""
+    modules = set()
+    for path in [folder / name for name in CONFIGS if (folder / name).is_file()]:
+        with loading(folder):
+            auto_map = json.loads(path.read_text(encoding="utf-8")).get("auto_map") or {}
+            for entry in auto_map.values():
+                references = entry if isinstance(entry, list) else [entry]  # tokenizers have two, either may be None
+                modules |= {f"{reference.partition('.')[0]}.py" for reference in references if reference}
+    if missing := sorted(modules - {path.name for path in folder.iterdir()}):
+        names = ", ".join(missing)
+        raise UsageError(
+            f"{folder} lacks {names}, named by auto_map: put it there, or take its entry out of auto_map."
+        )
+    return modules
+
+
+def is_any_of(name: str, patterns: Iterable[str]) -> bool:
+    return "/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+# The upload
 
 
 def upload(files: dict[str, Path | bytes], repo_id: str, api: HfApi, private: bool, update: bool) -> str:
-    """Make the repository if need be and fill it in one commit. Returns its address."""
-    api.whoami()
-    api.create_repo(repo_id, private=private or None, exist_ok=True)
-    repository = api.model_info(repo_id)
-    present = {file.rfilename for file in repository.siblings} - {".gitattributes"}
-    if present and not update:
-        raise UsageError(f"{repo_id} is taken: it holds {len(present)} files; choose another name, or add --update.")
-    if private and not repository.private:
-        raise UsageError(f"{repo_id} is there and public: make it private in its settings on the Hub first.")
-    additions = [CommitOperationAdd(name, content) for name, content in files.items()]
-    # Weights of an earlier version under other names would be loaded in place of the new ones.
-    stale = [CommitOperationDelete(name) for name in present - files.keys() if is_any_of(name, WEIGHTS)]
-    commit = api.create_commit(
-        repo_id, [*additions, *stale], commit_message="Upload LION model", parent_commit=repository.sha
-    )
-    return commit.repo_url
+    """Make the repository if need be and fill it in one commit. Returns its address.
+
+    Raises:
+        UsageError: what went wrong, and what is in the repository now.
+    """
+    with hub_errors(NOTHING, repo_id, api.token):
+        api.whoami()
+        is_new = not api.repo_exists(repo_id)
+        address = api.create_repo(repo_id, private=private or None, exist_ok=True)
+    with hub_errors(f"{NOTHING}, {repo_id} was made and is empty" if is_new else NOTHING, repo_id, api.token):
+        repository = api.model_info(repo_id)
+        present = {file.rfilename for file in repository.siblings} - {".gitattributes"}
+        if present and not update:
+            raise UsageError(
+                f"{repo_id} is taken: it holds {len(present)} files; choose another name, or add --update."
+            )
+        if private and not repository.private:
+            raise UsageError(f"{repo_id} is there and public: make it private in its settings on the Hub first.")
+        if "README.md" in present and isinstance(files["README.md"], bytes):
+            print("The card on the Hub is kept: to replace it, put a README.md into the folder.")
+            files = {name: content for name, content in files.items() if name != "README.md"}
+        stale = [name for name in present - files.keys() if is_any_of(name, STALE)]
+        operations = [CommitOperationAdd(name, content) for name, content in files.items()]
+        commit(api, repo_id, [*operations, *map(CommitOperationDelete, stale)], parent=repository.sha)
+    return address
+
+
+def commit(
+    api: HfApi, repo_id: str, operations: list[CommitOperationAdd | CommitOperationDelete], parent: str
+) -> None:
+    """One commit after `parent`. Where its answer is lost, the repository tells whether it was made."""
+    try:
+        api.create_commit(repo_id, operations, commit_message=COMMIT_MESSAGE, parent_commit=parent)
+    except HUB_ERRORS as error:
+        if not may_be_committed(error):
+            raise
+        newest = newest_commit(api, repo_id)
+        if newest is None or (newest.commit_id != parent and newest.title != COMMIT_MESSAGE):
+            outcome = f"it is unknown whether {repo_id} was changed, look at it on the Hub"
+            raise UsageError(f"{outcome}: {explain(error, repo_id, api.token)}.") from error
+        if newest.commit_id == parent:
+            raise
+
+
+def may_be_committed(error: Exception) -> bool:
+    """Whether the request for the commit was sent, and not refused."""
+    if isinstance(error, HTTPError):
+        answer = error.response if isinstance(error, HfHubHTTPError) else None  # none: the connection broke off
+        request = error.request if answer is None else answer.request
+        return request.url.path.endswith("/commit/main") and (answer is None or answer.status_code >= 500)
+    return isinstance(error, NO_ANSWER)
+
+
+def newest_commit(api: HfApi, repo_id: str) -> GitCommitInfo | None:
+    try:
+        return api.list_repo_commits(repo_id)[0]
+    except HUB_ERRORS:
+        return None
 
 
 @contextmanager
-def hub_errors(repo_id: str, token: str) -> Iterator[None]:
-    """One sentence for whatever goes wrong between here and the Hub."""
+def hub_errors(outcome: str, repo_id: str, token: str) -> Iterator[None]:
+    """One sentence for whatever goes wrong between here and the Hub: what came of it, and why."""
     try:
         yield
-    except (HTTPError, OSError, ValueError, RuntimeError) as error:
-        # What fails in a thread that uploads is wrapped.
-        reason = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-        # A server may repeat what it was sent.
-        raise UsageError(explain(reason, repo_id).replace(token, "***")) from error
+    except HUB_ERRORS as error:
+        raise UsageError(f"{outcome}: {explain(error, repo_id, token)}.") from error
 
 
-def explain(error: BaseException, repo_id: str) -> str:
+def explain(error: Exception, repo_id: str, token: str) -> str:
+    # What fails in a thread that uploads is wrapped.
+    reason = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+    return reason_of(reason, repo_id).replace(token, "***").rstrip(".")  # a server may repeat what it was sent
+
+
+def reason_of(error: BaseException, repo_id: str) -> str:
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if status == 401:
-        reason = "the Hub does not know the token, run `hf auth login` or set HF_TOKEN to a valid one"
-    elif status == 403:
-        reason = f"the token may not write to {repo_id}: the name is somebody else's, or the token only reads"
-    elif status is not None:
-        reason = f"the Hub answered with status {status}, {one_line(error.server_message or error)}"
-    elif isinstance(error, ValueError):  # a card that the Hub does not take
-        reason = one_line(error)
-    else:
-        return f"no connection to the Hub, so that all was uploaded or nothing: {one_line(error)}"
-    return f"nothing was uploaded: {reason}."
+        return "the Hub does not know the token, run `hf auth login` or set HF_TOKEN to a valid one"
+    if status == 403:
+        return f"the token may not write to {repo_id}: the name is somebody else's, or the token only reads"
+    if status is not None:
+        return f"the Hub answered with status {status}, {one_line(error.server_message or error)}"
+    if isinstance(error, (HTTPError, ConnectionError, TimeoutError)):
+        return f"no connection to the Hub, {one_line(error)}"
+    if isinstance(error, NO_ANSWER):
+        return f"the answer is not that of a Hub, {one_line(error)}"
+    return one_line(error)  # a card that the Hub does not take, a file that cannot be read
 
 
 if __name__ == "__main__":

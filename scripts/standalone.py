@@ -2,11 +2,12 @@
 
     python -P scripts/standalone.py FOLDER OUTPUT.safetensors AutoModel AutoModelForMaskedLM ...
 
-publish.py runs this in a fresh process and compares. The module imports nothing of lion_transformers, and run as a
-script it sees to it that nothing else can.
+publish.py runs this in a fresh process and compares. The tokenizer or image processor must load there too. The
+module imports nothing of lion_transformers, and run as a script it sees to it that nothing else can.
 """
 
 import sys
+from pathlib import Path
 
 import torch
 import transformers
@@ -16,6 +17,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 
 MAX_LENGTH = 24
+# File that a folder has of it: the class that loads it.
+PROCESSORS = {"tokenizer_config.json": "AutoTokenizer", "preprocessor_config.json": "AutoImageProcessor"}
 
 
 @torch.no_grad()
@@ -52,9 +55,17 @@ def example_inputs(config: PreTrainedConfig, auto_class: str, dtype: torch.dtype
     return inputs
 
 
+def load_processors(folder: str) -> None:
+    """Load the tokenizer or image processor of the folder, where it has one: what does not load raises."""
+    for file, auto_class in PROCESSORS.items():
+        if (Path(folder) / file).is_file():
+            getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True)
+
+
 if __name__ == "__main__":
     sys.modules["lion_transformers"] = None  # what imports it fails
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     folder, output, *auto_classes = sys.argv[1:]
+    load_processors(folder)
     save_file(head_outputs(folder, auto_classes, trust_remote_code=True), output)

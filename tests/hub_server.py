@@ -7,6 +7,7 @@ found out.
 import base64
 import hashlib
 import json
+import math
 import re
 import threading
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import yaml
 class Repository:
     private: bool
     commits: list[dict[str, bytes]] = field(default_factory=lambda: [{".gitattributes": b""}])
+    titles: dict[str, str] = field(default_factory=dict)  # by commit
 
     @property
     def files(self):
@@ -39,12 +41,14 @@ class HubError(Exception):
 class HubServer(ThreadingHTTPServer):
     """Starts as a context manager.
 
-    `tokens` maps valid tokens to their users; `failures` maps the name of a route to the status that it answers with.
+    `tokens` maps valid tokens to their users; `failures` maps the name of a route to the status that it answers with,
+    `lost` the name of one that does its work to the status and content that it answers with all the same, None for a
+    connection that breaks off.
     """
 
     def __init__(self, tokens):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.tokens, self.failures = tokens, {}
+        self.tokens, self.failures, self.lost = tokens, {}, {}
         self.repositories, self.blobs, self.requests = {}, {}, []
 
     def __enter__(self):
@@ -74,9 +78,14 @@ class Handler(BaseHTTPRequestHandler):
             if name in self.server.failures:
                 raise HubError(self.server.failures[name], f"{name} fails")
             status, content, headers = getattr(self, name)(**match)
+            if name in self.server.lost:
+                status, content = self.server.lost[name]
         except HubError as error:
             status, headers = error.status, {"X-Error-Code": error.code}
             content = {"error": f"{error} ({self.headers.get('Authorization')})"}
+        if content is None:
+            self.close_connection = True
+            return
         if isinstance(content, bytes):
             headers = {"Content-Type": "application/octet-stream", **headers}
         else:
@@ -129,8 +138,7 @@ class Handler(BaseHTTPRequestHandler):
         return 200, {"name": self.user, "type": "user"}, {}
 
     def validate_yaml(self):
-        header = self.json()["content"].split("---\n")[1]
-        errors = [] if isinstance(yaml.safe_load(header), dict) else [{"message": "metadata must be a mapping"}]
+        errors = [{"message": error} for error in metadata_errors(self.json()["content"])]
         return 200 if not errors else 400, {"errors": errors, "warnings": []}, {}
 
     def create(self):
@@ -178,7 +186,10 @@ class Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.server.blobs[value["oid"]]
             elif entry["key"] == "deletedFile":
                 del files[value["path"]]
+            else:
+                title = value["summary"]
         repository.commits.append(files)
+        repository.titles[repository.sha] = title
         url = f"{self.server.address}/{repo_id}/commit/{repository.sha}"
         return 200, {"success": True, "commitOid": repository.sha, "commitUrl": url}, {}
 
@@ -191,6 +202,18 @@ class Handler(BaseHTTPRequestHandler):
             {},
         )
 
+    def commits(self, repo_id):
+        repository = self.repository(repo_id)
+        title = repository.titles.get(repository.sha, "initial commit")
+        newest = {
+            "id": repository.sha,
+            "title": title,
+            "message": "",
+            "date": "2026-01-01T00:00:00.000Z",
+            "authors": [],
+        }
+        return 200, [newest], {}
+
     def tree(self, repo_id):
         return 200, [describe(*file) for file in self.repository(repo_id).files.items()], {}
 
@@ -201,6 +224,24 @@ class Handler(BaseHTTPRequestHandler):
         content = repository.files[path]
         etag = hashlib.sha256(content).hexdigest()
         return 200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": repository.sha, "Accept-Ranges": "none"}
+
+
+def metadata_errors(card):
+    """What the Hub refuses in a card's metadata, as far as it is known."""
+    metadata = yaml.safe_load(card.split("---\n")[1])
+    if not isinstance(metadata, dict):
+        return ["metadata must be a mapping"]
+    errors = []
+    if not re.fullmatch(r"[a-z0-9.-]+", metadata.get("license", "other")):
+        errors.append("license is no name of one")
+    for result in [result for model in metadata.get("model-index", []) for result in model["results"]]:
+        if not re.fullmatch(r"([\w-]+/)?[\w.-]+", result["dataset"]["type"], re.ASCII):
+            errors.append(f"dataset.type is {result['dataset']['type']}")
+        values = [metric["value"] for metric in result["metrics"]]
+        errors += [
+            f"metric.value is {each}" for each in values if type(each) not in (int, float) or not math.isfinite(each)
+        ]
+    return errors
 
 
 def describe(path, content):
@@ -218,6 +259,7 @@ ROUTES = [
     ("PUT", r"/lfs/(?P<oid>\w+)", "lfs_upload"),
     ("POST", rf"/api/models/{REPO}/commit/{REVISION}", "commit"),
     ("GET", rf"/api/models/{REPO}(/revision/{REVISION})?", "info"),
+    ("GET", rf"/api/models/{REPO}/commits/{REVISION}", "commits"),
     ("GET", rf"/api/models/{REPO}/tree/{REVISION}(/.*)?", "tree"),
     ("HEAD GET", rf"/{REPO}/resolve/{REVISION}/(?P<path>.+)", "resolve"),
 ]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from hub_server import metadata_errors
 from huggingface_hub import ModelCard
 from PIL import Image
 from training_checks import fails_with, run_and_check, run_script
@@ -18,7 +19,7 @@ from training_checks import fails_with, run_and_check, run_script
 from lion_transformers import LionConfig
 from lion_transformers.modeling_lion import AUTO_CLASSES
 from lion_transformers.scripts import model_card, pretrain_mlm, train_image_classification
-from lion_transformers.scripts.model_card import TEMPLATE, make_card, variant_of, without_local_paths
+from lion_transformers.scripts.model_card import TEMPLATE, figure, make_card, variant_of, without_local_paths
 from lion_transformers.tokenization import train_wordpiece_tokenizer
 
 
@@ -85,9 +86,8 @@ def invented(card, folder):
 
 
 def shows(token, value, known):
-    """Whether a number in a text is the known one, rounded to the digits that it has there."""
-    rounding = 0 if "e" in token else 0.5001 * 10 ** -len(token.partition(".")[2])
-    return abs(value - known) <= rounding
+    """Whether a number in a text is the known one: whole numbers in full, others in four digits or all of them."""
+    return value == known or (known % 1 != 0 and token == (f"{known:,.0f}" if known >= 1000 else f"{known:.4g}"))
 
 
 def test_card_has_its_sections_and_metadata(card):
@@ -153,6 +153,18 @@ def test_no_figure_is_invented(card):
     assert invented(made, folder) == ["98.7"]
 
 
+@pytest.mark.parametrize(
+    ("token", "known", "is_shown"),
+    [
+        *(("144,218", 144218, True), ("144,217", 144218, False), ("17", 17, True), ("17", 16.6, False)),
+        *(("241", 241.00436, True), ("242", 241.5, False), ("2,345", 2344.6, True), ("0.7453", 0.7453333, True)),
+        *(("0.745", 0.7453333, False), ("5e-05", 0.00005, True), ("6e-05", 0.00005, False)),
+    ],
+)
+def test_a_number_is_shown_by_its_digits(token, known, is_shown):
+    assert shows(token, float(token.replace(",", "")), known) == is_shown
+
+
 def test_recipe_is_what_the_script_was_given(card):
     folder, results, made = card
     text = section(made, "Training recipe")
@@ -202,20 +214,42 @@ def test_card_without_results_has_no_figures(trained, tmp_path):
     [
         ("/home/alice/data/train.csv", "train.csv"),
         ("/home/alice/data/", "data"),
+        ("/home/al ice/my data/train.csv", "train.csv"),
+        ("/home/al,ice/train.csv", "train.csv"),
+        ("//server/share/train.csv", "train.csv"),
         (r"C:\Users\alice\train.csv", "train.csv"),
+        ("C:/Users/alice/train.csv", "train.csv"),
         (r"\\server\share\data\train.csv", "train.csv"),
         ("~/train.csv", "train.csv"),
+        ("~alice/train.csv", "train.csv"),
         ("../../alice/train.csv", "train.csv"),
         ("file:///home/alice/train.csv", "train.csv"),
+        ("a/../../../home/alice/train.csv", "train.csv"),
+        ("a/../../../home/..", ".."),
+        ("data_dir=/home/alice", "data_dir=alice"),
+        ("data_dir=/home/alice/data/", "data_dir=data"),
+        ("data_dir=a/../../home/alice/data", "data_dir=data"),
+        ("csv:/home/alice/train.csv", "csv:train.csv"),
+        ("sqlite:////home/alice/train.db", "sqlite:train.db"),
+        ("read '/home/alice/train.csv'", "read 'train.csv'"),
+        ("/home/alice/a.csv,/home/alice/b.csv", "b.csv"),
+        ("one\n/home/alice/a.csv\ntwo /home/alice/b.csv", "one\na.csv\ntwo b.csv"),
+        ("https://alice:secret@example.org/train.csv", "https://example.org/train.csv"),
+        ("https://alice@example.org/train.csv", "https://example.org/train.csv"),
+        ("s3://key:sec/r@t@bucket/train.csv", "s3://bucket/train.csv"),
         ("outputs/demo/data/train.csv", "outputs/demo/data/train.csv"),
+        ("./train.csv", "./train.csv"),
         ("allenai/c4", "allenai/c4"),
         ("https://example.org/train.csv", "https://example.org/train.csv"),
+        ("https://example.org/user@name", "https://example.org/user@name"),
+        ("s3://bucket/train.csv", "s3://bucket/train.csv"),
+        ("mean / sum, 1/2, and/or, a...b, </s>", "mean / sum, 1/2, and/or, a...b, </s>"),
         (0.5, 0.5),
         (None, None),
     ],
 )
 def test_local_paths_keep_their_last_part(path, kept):
-    assert without_local_paths({"arguments": [path, {"nested": path}]}) == {"arguments": [kept, {"nested": kept}]}
+    assert without_local_paths({"arguments": [path, {path: path}]}) == {"arguments": [kept, {kept: kept}]}
 
 
 @pytest.mark.parametrize(
@@ -265,7 +299,52 @@ def test_results_of_trainer_are_read(tmp_path):
     made = make_card(tmp_path, "alice/tiny", None)
     assert table(section(made, "Evaluation")) == [["accuracy", "0.745"]]
     (result,) = made.data.eval_results
-    assert (result.metric_value, result.dataset_name) == (0.745, "not recorded")
+    assert (result.metric_value, result.dataset_name, result.dataset_type) == (0.745, "not recorded", "not-recorded")
+    assert metadata_errors(str(made)) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "kind"),
+    [
+        ({"dataset_name": "allenai/c4", "dataset_config_name": "en"}, "allenai/c4", "allenai/c4"),
+        ({"dataset_name": "imdb"}, "imdb", "imdb"),
+        ({"dataset_name": "outputs/demo/my data"}, "outputs/demo/my data", "my-data"),
+        ({"validation_dir": "outputs/demo/data/validation"}, "outputs/demo/data/validation", "validation"),
+        ({"validation_file": ["a/x.csv", "a/y.csv"]}, "a/x.csv, a/y.csv", "x.csv-y.csv"),
+        ({"train_file": "a/x.csv"}, "what was held out of a/x.csv", "what-was-held-out-of-x.csv"),
+        ({"train_file": "文.csv"}, "what was held out of 文.csv", "what-was-held-out-of-.csv"),
+        ({"validation_file": "文"}, "文", "not-recorded"),
+    ],
+)
+def test_data_set_has_a_type_that_the_hub_takes(tmp_path, arguments, name, kind):
+    LionConfig().save_pretrained(tmp_path)
+    results = {"eval_loss": 1.5, "arguments": arguments}
+    (tmp_path / "results.json").write_text(json.dumps(results), encoding="utf-8")
+    made = make_card(tmp_path, "alice/tiny", None)
+    (result,) = made.data.eval_results
+    assert (result.dataset_name, result.dataset_type) == (name, kind)
+    assert result.dataset_config == arguments.get("dataset_config_name")
+    assert metadata_errors(str(made)) == []
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        *({}, {"before": None}, {"after": None}, {"arguments": None}, {"arguments": 3}, {"versions": [1]}),
+        *({"model": None}, {"model": {"parameters": "many"}}, {"resolutions": {"28": None}}, {"resolutions": [28]}),
+        *({"eval_x": "text"}, {"eval_x": None}, {"eval_x": True}, {"eval_x": [1.5]}, {"steps": 4}),
+        *({"tokens_per_second": 3}, {"images_per_second": 3, "images": 6, "steps": None, "wall_seconds": 1}),
+        {"arguments": {"dataset_name": ["a"], "dataset_config_name": {"a": 1}, "validation_file": 3}},
+    ],
+)
+def test_results_of_another_shape_are_left_out(tmp_path, results):
+    LionConfig().save_pretrained(tmp_path)
+    (tmp_path / "results.json").write_text(json.dumps({"eval_loss": 1.5, **results}))
+    made = make_card(tmp_path, "alice/tiny", None)
+    evaluated = [] if "resolutions" in results and isinstance(results["resolutions"], dict) else [["loss", "1.5"]]
+    assert (table(section(made, "Evaluation")) if evaluated else []) == evaluated
+    assert "Speed" not in made.text and "before training" not in made.text and "parameters" not in made.text
+    assert metadata_errors(str(made)) == []
 
 
 def test_script_writes_the_card_once(trained, tmp_path, monkeypatch, capsys):
@@ -284,13 +363,25 @@ def test_script_writes_the_card_once(trained, tmp_path, monkeypatch, capsys):
         ("config.json", None, "holds no config.json"),
         ("config.json", '{"model_type": "bert"}', "a model of type bert, not a LION model"),
         ("config.json", "{", "is not the configuration of a LION model"),
-        ("results.json", "{", "results.json is not JSON"),
+        ("results.json", "{", "results.json cannot be read: Expecting"),
+        ("results.json", "[1]", "results.json must hold names and values"),
+        ("results.json", '{"after": {"eval_loss": NaN}}', "NaN is not a finite number"),
+        ("results.json", '{"steps": -Infinity}', "-Infinity is not a finite number"),
+        ("results.json", '{"eval_loss": 1e999}', "1e999 is not a finite number"),
     ],
 )
 def test_files_that_cannot_be_read_are_one_sentence(tmp_path, monkeypatch, capsys, file, content, sentence):
     LionConfig().save_pretrained(tmp_path)
     (tmp_path / file).write_text(content) if content else (tmp_path / file).unlink()
     assert sentence in fails_with(model_card, monkeypatch, capsys, tmp_path, "--repo_id", "alice/tiny")
+
+
+@pytest.mark.parametrize("license", ["nonsense licence: x", "Apache-2.0", "mit\n", ""])
+def test_a_licence_that_the_hub_does_not_take_is_refused(tmp_path, monkeypatch, capsys, license):
+    LionConfig().save_pretrained(tmp_path)
+    message = fails_with(model_card, monkeypatch, capsys, tmp_path, "--repo_id", "alice/tiny", "--license", license)
+    assert "the Hub names licences by small letters, digits, - and ." in message
+    assert not (tmp_path / "README.md").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -324,12 +415,22 @@ def test_kept_cards_are_whole(path):
 
 
 @pytest.mark.parametrize("path", KEPT.values(), ids=KEPT)
-def test_kept_cards_follow_the_template(path):
-    """Its fixed sentences, as far as every card has them: after a change of the template, `make cards`."""
-    template = TEMPLATE.read_text(encoding="utf-8")
-    fixed = [line for line in template.splitlines() if line and not re.search(r"{[{%]", line)]
-    conditional = re.findall(r"{%-? (?:if|elif|else).*?(?={%-? (?:elif|else|endif))", template, re.DOTALL)
-    always = [line for line in fixed if not any(line in part for part in conditional)]
+def test_kept_cards_show_the_figures_of_their_metadata(path):
+    kept = ModelCard.load(path)
+    shown = {name: value for name, value, *_ in table(section(kept, "Evaluation"))}
+    assert shown == {each.metric_name: figure(each.metric_value) for each in kept.data.eval_results}
+    assert metadata_errors(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", KEPT.values(), ids=KEPT)
+def test_kept_cards_follow_the_template(path, tmp_path):
+    """Its fixed sentences, as far as even a card of nothing but a configuration has them; `make cards` mends them."""
+    bare = []
+    for modality in ("text", "image"):
+        LionConfig(modality=modality).save_pretrained(tmp_path / modality)
+        bare.append(make_card(tmp_path / modality, "alice/tiny", "mit").text.splitlines())
+    template = TEMPLATE.read_text(encoding="utf-8").splitlines()
+    always = [line for line in template if line and all(line in lines for lines in bare)]
     assert len(always) > 20
     text = path.read_text(encoding="utf-8")
     assert not [line for line in always if line not in text]

@@ -1,4 +1,7 @@
-"""Publishing through the real client of the Hub, against a small server on 127.0.0.1."""
+"""Publishing through the real client of the Hub, against a small server on 127.0.0.1.
+
+The server takes large files as a Hub without Xet does: what the client does with hf_xet is not tested.
+"""
 
 import json
 import os
@@ -20,6 +23,7 @@ from transformers import BertConfig, ViTImageProcessor
 
 from lion_transformers import LionConfig, LionForImageClassification, LionForMaskedLM, LionModel
 from lion_transformers.scripts import publish
+from lion_transformers.scripts.arguments import UsageError
 from lion_transformers.tokenization import train_wordpiece_tokenizer
 
 
@@ -88,7 +92,15 @@ def saved(tmp_path_factory):
     for name in ("checkpoint-4/model.safetensors", "runs/events", "data/train.csv"):
         (text / name).parent.mkdir()
         (text / name).write_text("not of the model")
-    for name in ("training_args.bin", "optimizer.pt", "state.pkl", ".hidden", "notes.txt", "private.json"):
+    for name in (
+        "predictions.png",
+        "training_args.bin",
+        "optimizer.pt",
+        "state.pkl",
+        ".hidden",
+        "notes.txt",
+        "private.json",
+    ):
         (text / name).write_text("not of the model")
     (text / "loss_curve.png").write_bytes(b"\x89PNG")
     config = text_config(modality="image", image_size=8, patch_size=4, scan_order="serpentine", num_labels=3)
@@ -120,7 +132,7 @@ def hub(tmp_path, monkeypatch):
 def checked_heads(monkeypatch):
     """Folders whose heads were to be checked, which takes seconds and has tests of its own."""
     folders = []
-    monkeypatch.setattr(publish, "check_heads", lambda folder, config: folders.append(folder))
+    monkeypatch.setattr(publish, "check_heads", lambda folder, config, files: folders.append(folder))
     return folders
 
 
@@ -280,17 +292,94 @@ def test_foreign_code_is_refused_and_not_run(folder, tmp_path, monkeypatch, caps
     assert not (tmp_path / "was-run").exists()
 
 
+OWN_TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def add_own_tokenizer(folder, code=OWN_TOKENIZER):
+    (folder / "tokenization_own.py").write_text(code)
+    auto_map = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}
+    tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer_config |= {"auto_map": auto_map, "tokenizer_class": "OwnTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    config = json.loads((folder / "config.json").read_text())
+    edit_config(folder, auto_map={**config["auto_map"], **auto_map})
+
+
+def one_head(monkeypatch):
+    """The check of one head, which all of them have elsewhere."""
+    monkeypatch.setattr(publish, "AUTO_CLASSES", {"AutoModelForMaskedLM": LionForMaskedLM})
+
+
+def test_code_of_ones_own_is_checked_and_uploaded(folder, monkeypatch, capsys):
+    one_head(monkeypatch)
+    add_own_tokenizer(folder)
+    (folder / "unnamed.py").write_text("not of the model")
+    run_script(publish, monkeypatch, folder, "--repo_id", "alice/text", "--dry_run")
+    listed = {line.split()[-1] for line in capsys.readouterr().out.splitlines()}
+    assert "tokenization_own.py" in listed and "unnamed.py" not in listed
+
+
+def test_code_of_ones_own_that_is_not_whole_is_refused(folder, monkeypatch, capsys):
+    one_head(monkeypatch)
+    add_own_tokenizer(folder, f"import lion_transformers\n{OWN_TOKENIZER}")
+    message = fails_with(publish, monkeypatch, capsys, folder, "--repo_id", "alice/text", "--dry_run")
+    assert "does not load without this package" in message and "lion_transformers" in message
+    (folder / "tokenization_own.py").unlink()
+    message = fails_with(publish, monkeypatch, capsys, folder, "--repo_id", "alice/text", "--dry_run")
+    assert "lacks tokenization_own.py, named by auto_map" in message
+
+
+def test_a_processor_that_does_not_load_is_refused(folder, monkeypatch, capsys):
+    one_head(monkeypatch)
+    (folder / "tokenizer.json").write_text("{")
+    message = fails_with(publish, monkeypatch, capsys, folder, "--repo_id", "alice/text", "--dry_run")
+    assert "does not load without this package" in message
+
+
+def test_the_check_sees_only_what_is_uploaded(folder, monkeypatch, capsys):
+    one_head(monkeypatch)
+    monkeypatch.setattr(publish, "UPLOADED", [name for name in publish.UPLOADED if name != "scan_order_lion.py"])
+    monkeypatch.setattr(publish, "own_modules", lambda folder: set())
+    message = fails_with(publish, monkeypatch, capsys, folder, "--repo_id", "alice/text", "--dry_run")
+    assert "does not load without this package" in message and "scan_order_lion.py" in message
+
+
+def test_files_of_all_tokenizers_are_uploaded(folder):
+    names = {"tokenizer.model", "spiece.model", "chat_template.jinja", "confusion_matrix.png"}
+    for name in names:
+        (folder / name).write_text("")
+    assert names <= set(publish.files_to_upload(folder, "alice/text", None))
+
+
+@pytest.mark.parametrize("results", ["[1]", '{"after": {"eval_loss": NaN}}'])
+def test_the_card_is_made_before_the_slow_check(folder, hub, checked_heads, monkeypatch, capsys, results):
+    (folder / "results.json").write_text(results)
+    assert "results.json" in fails_with(publish, monkeypatch, capsys, folder, "--repo_id", "alice/text")
+    assert checked_heads == [] and hub.requests == []
+
+
+def test_a_licence_that_the_hub_does_not_take_is_refused(folder, checked_heads, monkeypatch, capsys):
+    arguments = [folder, "--repo_id", "alice/text", "--dry_run", "--license", "nonsense licence: x"]
+    assert "the Hub names licences by" in fails_with(publish, monkeypatch, capsys, *arguments)
+    assert checked_heads == []
+
+
 def test_weights_that_are_not_finite_are_refused(folder, monkeypatch, capsys):
     edit_weights(folder, lambda weights: weights["head.dense.bias"].fill_(float("nan")))
     monkeypatch.setattr(publish, "outputs_in_fresh_process", lambda *_: {})
-    monkeypatch.setattr(publish, "AUTO_CLASSES", {"AutoModelForMaskedLM": LionForMaskedLM})
-    monkeypatch.setattr(publish, "check_code", lambda *_: None)
+    one_head(monkeypatch)
     message = fails_with(publish, monkeypatch, capsys, folder, "--repo_id", "alice/text", "--dry_run")
     assert "AutoModelForMaskedLM.logits is not finite" in message
 
 
 def test_the_fresh_process_runs_the_code_of_the_folder(folder, monkeypatch, capsys):
     """Code that differs would give other logits: it is checked by its bytes first, which is put aside here."""
+    one_head(monkeypatch)
     monkeypatch.setattr(publish, "check_code", lambda *_: None)
     modeling = folder / "modeling_lion.py"
     code = modeling.read_text()
@@ -303,6 +392,7 @@ def test_the_fresh_process_runs_the_code_of_the_folder(folder, monkeypatch, caps
 
 
 def test_the_fresh_process_has_no_package(folder, monkeypatch, capsys):
+    one_head(monkeypatch)
     monkeypatch.setattr(publish, "check_code", lambda *_: None)
     modeling = folder / "modeling_lion.py"
     modeling.write_text(modeling.read_text().replace("import torch\n", "import torch\nimport lion_transformers\n", 1))
@@ -385,7 +475,8 @@ def test_offline_mode(folder, hub, checked_heads, monkeypatch, capsys):
 def test_a_hub_that_fails_midway_is_left_without_files(folder, hub, checked_heads, monkeypatch, capsys, route):
     hub.failures[route] = 418
     message = publish_fails(folder, monkeypatch, capsys)
-    assert f"nothing was uploaded: the Hub answered with status 418, {route} fails (Bearer ***)" in message
+    empty = "" if route in ("create", "info") else ", alice/text was made and is empty"
+    assert f"nothing was uploaded{empty}: the Hub answered with status 418, {route} fails (Bearer ***)" in message
     assert all(set(repository.files) == {".gitattributes"} for repository in hub.repositories.values())
     hub.failures.clear()
     run_script(publish, monkeypatch, folder, "--repo_id", "alice/text")  # and can be tried again
@@ -394,8 +485,77 @@ def test_a_hub_that_fails_midway_is_left_without_files(folder, hub, checked_head
 
 def test_an_upload_that_fails_is_one_sentence(folder, hub, checked_heads, monkeypatch, capsys):
     hub.failures["lfs_upload"] = 418  # in a thread of the client, and without a token
-    assert "nothing was uploaded: the Hub answered with status 418" in publish_fails(folder, monkeypatch, capsys)
+    message = publish_fails(folder, monkeypatch, capsys)
+    assert "nothing was uploaded, alice/text was made and is empty: the Hub answered with status 418" in message
     assert set(hub.repositories["alice/text"].files) == {".gitattributes"} and hub.count("commit") == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "content"),
+    [(500, {}), (200, b"<html>"), (200, {}), (200, []), (200, b"\xff"), (0, None)],
+    ids=["500", "HTML", "no commit", "a list", "no text", "broken off"],
+)
+def test_a_commit_whose_answer_is_lost_is_found(folder, hub, checked_heads, monkeypatch, capsys, status, content):
+    hub.lost["commit"] = (status, content)
+    run_script(publish, monkeypatch, folder, "--repo_id", "alice/text")
+    assert f"Published: {hub.address}/alice/text" in capsys.readouterr().out
+    assert len(hub.repositories["alice/text"].commits) == 2
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_commit_that_fails_in_the_hub_is_looked_for(folder, hub, checked_heads, monkeypatch, capsys, is_new):
+    hub.failures["commit"] = 500
+    if not is_new:
+        hub.repositories["alice/text"] = Repository(private=False)
+    message = publish_fails(folder, monkeypatch, capsys)
+    empty = ", alice/text was made and is empty" if is_new else ""
+    assert f"nothing was uploaded{empty}: the Hub answered with status 500" in message
+    assert hub.count("commits") == 1
+
+
+def test_a_commit_that_is_refused_is_not_looked_for(folder, hub, checked_heads, monkeypatch, capsys):
+    hub.failures["commit"] = 412
+    assert "nothing was uploaded" in publish_fails(folder, monkeypatch, capsys)
+    assert hub.count("commits") == 0
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_an_outcome_that_nobody_tells_is_unknown(folder, hub, checked_heads, monkeypatch, capsys, made):
+    if made:
+        hub.lost["commit"] = (500, {"error": f"lost {TOKEN}"})
+    else:
+        hub.failures["commit"] = 500
+    hub.failures["commits"] = 418
+    message = publish_fails(folder, monkeypatch, capsys)
+    assert "it is unknown whether alice/text was changed, look at it on the Hub: " in message
+    assert "nothing was uploaded" not in message and "status 500" in message
+
+
+def test_the_commit_of_somebody_else_is_not_taken_for_ones_own(folder, hub, checked_heads, monkeypatch, capsys):
+    repository = hub.repositories["alice/text"] = Repository(private=False)
+    hub.failures["commit"] = 500
+    newest_commit = publish.newest_commit
+
+    def after_another(*arguments):
+        repository.commits.append({"README.md": b"theirs"})
+        return newest_commit(*arguments)
+
+    monkeypatch.setattr(publish, "newest_commit", after_another)
+    assert "it is unknown whether alice/text was changed" in publish_fails(folder, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (RuntimeError("no room"), "no room."),
+        (FileNotFoundError("model.safetensors is gone"), "model.safetensors is gone."),
+        (ConnectionError("reset"), "no connection to the Hub, reset."),
+    ],
+)
+def test_reasons_are_not_mistaken_for_a_lost_connection(error, sentence):
+    with pytest.raises(UsageError) as raised, publish.hub_errors("nothing was uploaded", "alice/text", TOKEN):
+        raise error
+    assert str(raised.value) == f"nothing was uploaded: {sentence}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -423,6 +583,44 @@ def test_update_replaces_the_weights_in_one_commit(folder, hub, checked_heads, m
     assert repository.files["notes-on-the-hub.md"] == b"kept"
 
 
+def test_update_leaves_nothing_that_would_be_loaded_with_the_new_model(folder, hub, checked_heads, monkeypatch):
+    stale = [
+        *("tokenizer.model", "vocab.txt", "preprocessor_config.json", "confusion_matrix.png", "pytorch_model.bin"),
+        *(
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "model.fp16.safetensors",
+            "model-00001-of-2.safetensors",
+        ),
+        *("model.safetensors.index.json", "model.safetensors.index.fp16.json"),
+    ]
+    kept = [
+        ".gitattributes",
+        "README.md",
+        "LICENSE",
+        "notes.md",
+        "onnx/model.bin",
+        "onnx/config.json",
+        "predictions.png",
+    ]
+    files = dict.fromkeys([*stale, *kept, "config.json"], b"theirs")
+    repository = hub.repositories["alice/text"] = Repository(False, [files])
+    run_script(publish, monkeypatch, folder, "--repo_id", "alice/text", "--update")
+    assert not set(stale) & set(repository.files)
+    assert [name for name in kept if repository.files.get(name) != b"theirs"] == []
+    assert repository.files["config.json"] == (folder / "config.json").read_bytes()
+
+
+def test_update_keeps_the_card_on_the_hub_unless_the_folder_has_one(folder, hub, checked_heads, monkeypatch, capsys):
+    repository = hub.repositories["alice/text"] = Repository(False, [{"README.md": b"on the Hub"}])
+    run_script(publish, monkeypatch, folder, "--repo_id", "alice/text", "--update")
+    assert repository.files["README.md"] == b"on the Hub" and "model.safetensors" in repository.files
+    assert "The card on the Hub is kept" in capsys.readouterr().out
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# By hand\n")
+    run_script(publish, monkeypatch, folder, "--repo_id", "alice/text", "--update")
+    assert repository.files["README.md"] == (folder / "README.md").read_bytes()
+
+
 def test_a_card_written_by_hand_is_kept(folder, hub, checked_heads, monkeypatch, capsys):
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# By hand\n")
     run_script(publish, monkeypatch, folder, "--repo_id", "alice/text")
@@ -434,7 +632,10 @@ def test_a_card_written_by_hand_is_kept(folder, hub, checked_heads, monkeypatch,
 def test_a_card_that_the_hub_refuses_stops_the_upload(folder, hub, checked_heads, monkeypatch, capsys):
     (folder / "README.md").write_text("---\njust words\n---\n")
     message = publish_fails(folder, monkeypatch, capsys)
-    assert "nothing was uploaded: " in message and "metadata must be a mapping" in message
+    assert (
+        "nothing was uploaded, alice/text was made and is empty: " in message
+        and "metadata must be a mapping" in message
+    )
     assert set(hub.repositories["alice/text"].files) == {".gitattributes"}
 
 
