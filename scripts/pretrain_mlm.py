@@ -304,15 +304,13 @@ def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, max_seq
 def predict_targets(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Logits (targets, vocabulary) in float32, labels (targets,) and the mask (batch, length) of what is predicted."""
     inputs = dict(batch)
-    predicted = batch["labels"] != -100
-    inner = extract_model_from_parallel(model)
-    if not getattr(inner.config, "sparse_prediction", False):  # which wants to be told what the targets are
-        del inputs["labels"]
-    with decoding_targets_alone(inner, predicted):
+    labels = inputs.pop("labels")
+    predicted = labels != -100
+    with decoding_targets_alone(extract_model_from_parallel(model), predicted):
         logits = model(**inputs).logits
     if logits.ndim == 3:
         logits = logits[predicted]
-    return logits.float(), batch["labels"][predicted], predicted
+    return logits.float(), labels[predicted], predicted
 
 
 @contextmanager

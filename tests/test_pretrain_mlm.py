@@ -136,7 +136,6 @@ def test_recipes_hold_the_papers_setting(size, form):
         "intermediate_size": intermediate,
         "hidden_dropout_prob": 0.1,
         "attention_probs_dropout_prob": 0.0,
-        "sparse_prediction": True,
     }
     assert model_args.pad_vocab_to_multiple_of == 8
     assert (data_args.dataset_name, data_args.dataset_config_name, data_args.streaming) == ("allenai/c4", "en", True)
