@@ -50,6 +50,7 @@ def main():
     if not (folder / "data").exists():
         write_sst2(demo_dir / "data", folder / "data")
     is_pretrained = (demo_dir / "pretrained" / "results.json").exists()
+    runs = folder / ("from-pretrained" if is_pretrained else "from-scratch")  # the demo may be run in between
     for number, (name, settings) in enumerate(MODELS.items(), start=1):
         print(f"[{number}/{len(MODELS)}] {name}", flush=True)
         model = ["--tokenizer_name", demo_dir / "tokenizer", *settings]
@@ -57,8 +58,8 @@ def main():
             pretrained = demo_dir / "pretrained" if name == PRETRAINED else folder / "pretrained" / name
             pretrain(pretrained, demo_dir, [*settings, "--recipe", arguments.pretraining_recipe])
             model = ["--model_name_or_path", pretrained]
-        finetune(folder, name, [*model, "--recipe", arguments.recipe])
-    report(folder, is_pretrained)
+        finetune(runs / name, folder / "data", [*model, "--recipe", arguments.recipe])
+    report(folder, runs, is_pretrained)
 
 
 def write_sst2(reviews, output):
@@ -83,15 +84,14 @@ def pretrain(output, demo_dir, settings):
     )
 
 
-def finetune(folder, name, settings):
+def finetune(output, data, settings):
     """All seeds that are not finished."""
-    data = ["--task_name", "sst2", "--data_dir", folder / "data"]
-    call(SCRIPTS / "run_glue.py", *settings, *data, "--output_dir", folder / name)
+    call(SCRIPTS / "run_glue.py", *settings, "--task_name", "sst2", "--data_dir", data, "--output_dir", output)
 
 
-def report(folder, is_pretrained):
+def report(folder, runs, is_pretrained):
     """Print the table of all models and keep it, with a chart."""
-    summaries = read_summaries([str(folder / name) for name in MODELS], "")
+    summaries = read_summaries([str(runs / name) for name in MODELS], "")
     table = make_table(summaries)
     start = "pretrained by the same recipe" if is_pretrained else "from scratch: `make demo` has not been run"
     text = f"{table}\nMovie reviews in place of SST-2's sentences, all models {start}. {NOTES}\n"

@@ -160,7 +160,9 @@ def write_predictions(folder: Path, name: str, predictions: list[str]) -> None:
 
 
 def collect_submission(output_dir: Path) -> None:
-    """The test predictions of every task's best seed, in one folder."""
+    """The test predictions of every task's best seed, in one folder, and nothing else."""
+    for stale in (output_dir / "submission").glob("*.tsv"):
+        stale.unlink()
     for task in TASKS:
         runs = finished_runs(output_dir, task)
         if not runs:

@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.utils import validate_repo_id
 
 from lion_transformers import LionConfig
 from lion_transformers.configuration_lion import as_pair
@@ -43,6 +44,7 @@ FEATURES = {"text": "feature-extraction", "image": "image-feature-extraction"}
 SCRIPTS = {
     "LionForImageClassification": "scripts/train_image_classification.py",
     "LionForMaskedLM": "scripts/pretrain_mlm.py",
+    "LionForSequenceClassification": "scripts/run_glue.py",
 }
 ARCHITECTURE = [
     "decay_type",
@@ -71,7 +73,7 @@ BOOKKEEPING = [
 ACCURACIES = {"accuracy": "accuracy", "masked_accuracy": "masked accuracy", "top1": "top-1 accuracy"}
 ACCURACIES["top5"] = "top-5 accuracy"
 # What stands among the metrics without being one.
-COUNTS = ["targets", "images", "runtime", "samples_per_second", "steps_per_second"]
+COUNTS = ["targets", "images", "examples", "runtime", "samples_per_second", "steps_per_second", "combined_score"]
 # User and password of a URL; a password may hold what would end it.
 USER_INFO = re.compile(r"(?<=://)(?:[^\s@/:]*:\S*|[^\s@/]*)@")
 # A path that tells of the machine it is on, up to its last part, wherever it stands in a text: as it may hold any
@@ -93,11 +95,24 @@ def main() -> None:
     parser.add_argument("--output_file", type=Path, help="default: README.md in the folder")
     arguments = parser.parse_args()
     output_file = arguments.output_file or arguments.folder / "README.md"
+    check_repo_id(arguments.repo_id)
     card = make_card(arguments.folder, arguments.repo_id, arguments.license)
     if output_file.exists():
         raise UsageError(f"{output_file} exists: move it away first, it may have been written by hand.")
-    atomic_write(output_file, card.save)
+    try:
+        atomic_write(output_file, card.save)
+    except OSError as error:
+        raise UsageError(f"cannot write {output_file}: {one_line(error)}") from error
     print(f"The card is in {output_file}.")
+
+
+def check_repo_id(repo_id: str) -> None:
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UsageError(f"repo_id must be user/name: {one_line(error)}") from error
+    if "/" not in repo_id:
+        raise UsageError(f"repo_id must be user/name, got {repo_id}.")
 
 
 def make_card(folder: Path, repo_id: str, license: str | None) -> ModelCard:
@@ -156,8 +171,14 @@ def make_card(folder: Path, repo_id: str, license: str | None) -> ModelCard:
 
 def read_config(folder: Path) -> LionConfig:
     path = folder / "config.json"
+    if not folder.is_dir():
+        raise UsageError(
+            f"{folder} is {'a file' if folder.exists() else 'not there'}: give the folder of a saved model."
+        )
     if not path.is_file():
-        raise UsageError(f"{folder} holds no config.json: give the folder of a saved model.")
+        checkpoints = sorted(path.parent.name for path in folder.glob("*/config.json"))
+        found = f", such as {checkpoints[-1]} in it" if checkpoints else ""
+        raise UsageError(f"{folder} holds no config.json: give the folder of a saved model{found}.")
     try:
         settings, _ = LionConfig.get_config_dict(folder, local_files_only=True)
         if settings.get("model_type") != LionConfig.model_type:
@@ -324,7 +345,7 @@ def evaluation_table(results: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def speed_table(results: dict[str, Any]) -> dict[str, str]:
-    for unit in ("tokens", "images"):
+    for unit in ("tokens", "images", "examples"):
         speed, seen, steps, seconds = map(results.get, (f"{unit}_per_second", unit, "steps", "wall_seconds"))
         if all(map(is_number, (speed, seen, steps, seconds))):
             return {

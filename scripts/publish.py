@@ -26,9 +26,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, GitCommitInfo, HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
-from huggingface_hub.utils import validate_repo_id
+import yaml
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, GitCommitInfo, HfApi, ModelCard, get_token
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -37,7 +37,7 @@ from lion_transformers import LionConfig, modeling_lion
 from lion_transformers.modeling_lion import AUTO_CLASSES
 from lion_transformers.scripts import standalone
 from lion_transformers.scripts.arguments import Parser, UsageError, one_line, run
-from lion_transformers.scripts.model_card import class_name, make_card, read_config, read_results
+from lion_transformers.scripts.model_card import check_repo_id, class_name, make_card, read_config, read_results
 
 
 PACKAGE = Path(lion_transformers.__file__).parent
@@ -82,6 +82,8 @@ def main() -> None:
     token = get_token()
     if token is None and not arguments.dry_run:
         raise UsageError("there is no token for the Hub: run `hf auth login`, or set HF_TOKEN.")
+    if token is not None and not token.isascii():
+        raise UsageError("the token for the Hub has characters that no token has: set HF_TOKEN anew.")
     config = read_config(folder)
     check_folder(folder, config)
     files = files_to_upload(folder, repo_id, arguments.license)
@@ -94,15 +96,6 @@ def main() -> None:
         return
     address = upload(files, repo_id, HfApi(token=token), private=arguments.private, update=arguments.update)
     print(f"Published: {address}")
-
-
-def check_repo_id(repo_id: str) -> None:
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise UsageError(f"repo_id must be user/name: {one_line(error)}") from error
-    if "/" not in repo_id:
-        raise UsageError(f"repo_id must be user/name, got {repo_id}.")
 
 
 # Checks of the folder
@@ -122,6 +115,8 @@ def check_folder(folder: Path, config: LionConfig) -> None:
 def check_complete(folder: Path) -> None:
     if unfinished := sorted(path.name for path in folder.glob(".*.unfinished")):
         raise UsageError(f"{folder} is half written: it holds {', '.join(unfinished)}.")
+    if (folder / "modules.json").is_file():
+        raise UsageError(f"{folder} is a SentenceTransformer, more than the model: publish it by its own push_to_hub.")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         with loading(folder):
@@ -129,6 +124,8 @@ def check_complete(folder: Path) -> None:
     else:
         shards = {"model.safetensors"}
     if missing := sorted(name for name in shards if not (folder / name).is_file()):
+        if list(folder.glob("pytorch_model*.bin")):
+            raise UsageError(f"{folder} holds its weights in a pickle: load them, and save the model as safetensors.")
         raise UsageError(f"{folder} is half written: it lacks {', '.join(missing)}.")
 
 
@@ -223,7 +220,12 @@ def files_to_upload(folder: Path, repo_id: str, license: str | None) -> dict[str
         files["results.json"] = f"{json.dumps(results, indent=2)}\n".encode()
     if "README.md" in files and license:
         raise UsageError(f"{folder} has a README.md of its own: state the licence there, not by --license.")
-    if "README.md" not in files:
+    if "README.md" in files:
+        try:
+            ModelCard.load(folder / "README.md")
+        except (ValueError, yaml.YAMLError) as error:
+            raise UsageError(f"the metadata of {folder / 'README.md'} cannot be read: {one_line(error)}") from error
+    else:
         files["README.md"] = str(make_card(folder, repo_id, license)).encode()
     return files
 

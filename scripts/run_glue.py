@@ -12,8 +12,8 @@ The command line overrides the settings of a task (`tasks` in the recipe), these
 defaults. Every task and seed is a run in output_dir/<task>/seed-<seed>, which leaves the model of its best evaluation,
 its predictions for the test set and results.json. A call that was stopped goes on with the same command: finished runs
 are not done again, an unfinished one begins anew. MNLI comes first, and RTE, MRPC and STS-B start from its best model,
-with new heads. At the end output_dir has glue.md, glue.json and glue.png over all runs in it and, from the best seeds,
-a submission. Not here: resuming within a run, DeepSpeed, the diagnostic set AX.
+with new heads. --overwrite_output_dir does all of them again. At the end output_dir has glue.md, glue.json and a chart
+over all runs in it and, from the best seeds, a submission. Not here: resuming within a run, DeepSpeed, the set AX.
 """
 
 import itertools
@@ -88,8 +88,14 @@ STARTING_FROM_MNLI = ["rte", "mrpc", "stsb"]
 OUTPUT_NAMES = {*TASKS, "glue.md", "glue.json", "glue.png", "submission", "runs"}
 # Arguments that may differ between the calls that a set of runs is made in.
 FREE_ARGUMENTS = {
-    *["output_dir", "overwrite_output_dir", "task_name", "tasks", "seeds", "compare"],
+    *["output_dir", "overwrite_output_dir", "task_name", "tasks", "seeds", "seed", "compare"],
     *["report_to", "logging_steps", "save_total_limit", "dataloader_num_workers", "per_device_eval_batch_size"],
+}
+
+# Arguments that cannot be set for a single task.
+COMMON_ARGUMENTS = {
+    *["output_dir", "overwrite_output_dir", "task_name", "tasks", "compare", "report_to", "mixed_precision"],
+    *["model_name_or_path", "tokenizer_name", "start_from_mnli"],
 }
 
 
@@ -120,7 +126,8 @@ class GlueArguments(TrainingArguments):
         },
     )
     start_from_mnli: bool = HfArg(
-        default=True, help="Start RTE, MRPC and STS-B from the best MNLI model, where MNLI is among the tasks."
+        default=True,
+        help="Start RTE, MRPC and STS-B from the best MNLI model, where MNLI is among the tasks or is finished.",
     )
     compare: list[str] | None = field(
         default=None, metadata={"help": "Output folders of earlier calls, to be in the table and the chart too."}
@@ -149,6 +156,8 @@ class GlueArguments(TrainingArguments):
         for name, settings in self.tasks.items():
             if not isinstance(settings, dict):
                 raise UsageError(f"the settings of {name} in tasks must be a mapping of arguments, got {settings}.")
+            if common := sorted(COMMON_ARGUMENTS & settings.keys()):
+                raise UsageError(f"{common[0]} is the same for all tasks: it cannot be in the settings of {name}.")
 
     @property
     def chosen_tasks(self) -> list[str]:
@@ -195,14 +204,17 @@ class Job:
         file = self.output_dir / "results.json"
         if not file.is_file():
             return False
-        earlier = json.loads(file.read_text(encoding="utf-8"))["arguments"]
+        self.check_settings(self.output_dir, json.loads(file.read_text(encoding="utf-8")))
+        return True
+
+    def check_settings(self, folder: Path, earlier: dict[str, Any]) -> None:
+        """Refuse an earlier run of the same task, which would be averaged with this one, if it had other arguments."""
         for name, value in json.loads(json.dumps(self.arguments.flat)).items():
-            if name not in FREE_ARGUMENTS and earlier.get(name) != value:
+            if name not in FREE_ARGUMENTS and earlier["arguments"].get(name) != value:
                 raise UsageError(
-                    f"{self.output_dir} was trained with {name} {earlier.get(name)}, not {value}: give another"
+                    f"{folder} was trained with {name} {earlier['arguments'].get(name)}, not {value}: give another"
                     " output_dir, or --overwrite_output_dir to train again."
                 )
-        return True
 
 
 def parse(argv: list[str]) -> tuple[Arguments, list[Job]]:
@@ -220,13 +232,24 @@ def parse(argv: list[str]) -> tuple[Arguments, list[Job]]:
 
 def jobs_of_task(task: Task, arguments: Arguments) -> list[Job]:
     args = arguments.training
-    from_mnli = args.start_from_mnli and task.name in STARTING_FROM_MNLI and "mnli" in args.chosen_tasks
+    has_mnli = "mnli" in args.chosen_tasks or finished_runs(Path(args.output_dir), "mnli")
+    from_mnli = bool(args.start_from_mnli and task.name in STARTING_FROM_MNLI and has_mnli)
     jobs = []
     for seed in dict.fromkeys(args.seeds or [args.seed]):
         folder = str(run_folder(Path(args.output_dir), task.name, seed))
         own = replace(args, seed=seed, output_dir=folder, start_from_mnli=from_mnli, overwrite_output_dir=True)
         jobs.append(Job(task, seed, replace(arguments, training=own)))
     return jobs
+
+
+def check_other_seeds(jobs: list[Job], output_dir: Path) -> None:
+    """Refuse finished runs of the same tasks, with seeds that are not asked for now, that had other arguments."""
+    asked = {job.output_dir for job in jobs}
+    for job in jobs:
+        for seed, results in finished_runs(output_dir, job.task.name).items():
+            folder = run_folder(output_dir, job.task.name, seed)
+            if folder not in asked:
+                job.check_settings(folder, results)
 
 
 def check_output_dir(output_dir: Path, overwrite: bool) -> None:
@@ -364,10 +387,11 @@ class GlueRun(TrainingRun):
         return describe(metrics)
 
     def stops_early(self) -> bool:
-        patience, best_step = self.args.early_stopping_patience, self.state.best_step
-        if patience is None or best_step is None:
+        patience, metric = self.args.early_stopping_patience, self.metric_for_best_model
+        scores = [entry[metric] for entry in self.state.history if metric in entry and entry["step"] > 0]
+        if patience is None or not scores:
             return False
-        return sum("eval_loss" in entry and entry["step"] > best_step for entry in self.state.history) >= patience
+        return len(scores) - 1 - scores.index(max(scores)) >= patience
 
     def save_processor(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
@@ -539,6 +563,7 @@ def main() -> None:
     args, output_dir = arguments.training, Path(arguments.training.output_dir)
     check_output_dir(output_dir, args.overwrite_output_dir)
     compared = read_summaries(args.compare or [], output_dir.resolve().name)
+    check_other_seeds(jobs, output_dir)
     pending = [job for job in jobs if args.overwrite_output_dir or not job.is_finished()]
     accelerator = make_accelerator(args)
     show_progress_once(accelerator)

@@ -25,13 +25,15 @@ PROCESSORS = {"tokenizer_config.json": "AutoTokenizer", "preprocessor_config.jso
 def head_outputs(folder: str, auto_classes: list[str], trust_remote_code: bool) -> dict[str, Tensor]:
     """Every tensor that the model gives in each of the Auto classes, named class.field.
 
-    Heads that the folder has no weights for are drawn from a fixed seed, so that they too can be compared.
+    Heads that the folder has no weights for, or those of another size, are drawn from a fixed seed, so that they too
+    can be compared.
     """
+    loading = {"trust_remote_code": trust_remote_code, "ignore_mismatched_sizes": True}
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     outputs = {}
     for auto_class in auto_classes:
         torch.manual_seed(0)
-        model = getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=trust_remote_code).eval()
+        model = getattr(transformers, auto_class).from_pretrained(folder, **loading).eval()
         inputs = example_inputs(config, auto_class, model.dtype)
         for name, value in model(**inputs).items():
             if isinstance(value, Tensor):

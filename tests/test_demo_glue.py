@@ -54,7 +54,7 @@ def record_calls(monkeypatch):
         calls.append([script.name, *map(str, arguments)])
 
     monkeypatch.setattr(demo_glue, "call", record)
-    monkeypatch.setattr(demo_glue, "report", lambda folder, is_pretrained: calls.append([is_pretrained]))
+    monkeypatch.setattr(demo_glue, "report", lambda folder, runs, is_pretrained: calls.append([is_pretrained]))
     return calls
 
 
@@ -65,7 +65,9 @@ def test_without_a_checkpoint_all_models_start_from_scratch(demo_dir, tmp_path, 
     assert is_pretrained is False
     assert [command[0] for command in finetunings] == ["run_glue.py"] * 4
     assert all("--model_name_or_path" not in command for command in finetunings)
-    assert [command[-1] for command in finetunings] == [str(tmp_path / "out" / name) for name in demo_glue.MODELS]
+    assert [command[-1] for command in finetunings] == [
+        str(tmp_path / "out" / "from-scratch" / name) for name in demo_glue.MODELS
+    ]
 
 
 def test_the_checkpoint_of_the_demo_is_used_and_the_others_get_the_same_budget(demo_dir, tmp_path, monkeypatch):
@@ -82,6 +84,8 @@ def test_the_checkpoint_of_the_demo_is_used_and_the_others_get_the_same_budget(d
     assert starts == [command[command.index("--output_dir") + 1] for command in pretrainings] + [
         str(demo_dir / "pretrained")
     ]
+    # Runs from scratch that an earlier call has left are no obstacle.
+    assert all("/out/from-pretrained/" in command[-1] for command in calls if command[0] == "run_glue.py")
 
 
 def test_the_table_has_every_model_with_its_seeds(demo_dir, tmp_path, monkeypatch, capsys):

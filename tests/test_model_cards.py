@@ -357,6 +357,39 @@ def test_script_writes_the_card_once(trained, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "untrained" / "README.md").is_file()
 
 
+def test_a_card_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, capsys):
+    def refuse(file, write):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    LionConfig().save_pretrained(tmp_path)
+    monkeypatch.setattr(model_card, "atomic_write", refuse)
+    message = fails_with(model_card, monkeypatch, capsys, tmp_path, "--repo_id", "alice/tiny")
+    assert f"cannot write {tmp_path / 'README.md'}" in message
+    assert "repo_id must be user/name" in fails_with(
+        model_card, monkeypatch, capsys, tmp_path, "--repo_id", "my model"
+    )
+
+
+def test_figures_of_a_run_on_glue_are_its_metrics(tmp_path):
+    LionConfig(architectures=["LionForSequenceClassification"]).save_pretrained(tmp_path)
+    after = {
+        "eval_loss": 0.5,
+        "eval_accuracy": 0.75,
+        "eval_f1": 0.8,
+        "eval_combined_score": 0.775,
+        "eval_examples": 40,
+    }
+    results = {"before": after, "after": after, "steps": 3, "examples": 48, "examples_per_second": 12.5}
+    (tmp_path / "results.json").write_text(json.dumps({**results, "wall_seconds": 9.0, "arguments": {"seed": 19}}))
+    card = make_card(tmp_path, "alice/tiny", None)
+    assert {each.metric_name: each.metric_value for each in card.data.eval_results} == {
+        "loss": 0.5,
+        "accuracy": 0.75,
+        "f1": 0.8,
+    }
+    assert "12.5 examples per second" in card.text and "`scripts/run_glue.py`" in card.text
+
+
 @pytest.mark.parametrize(
     ("file", "content", "sentence"),
     [

@@ -21,7 +21,15 @@ from safetensors.torch import load_file, save_file
 from training_checks import fails_with, run_script
 from transformers import BertConfig, ViTImageProcessor
 
-from lion_transformers import LionConfig, LionForImageClassification, LionForMaskedLM, LionModel
+from lion_transformers import (
+    LionConfig,
+    LionForImageClassification,
+    LionForMaskedLM,
+    LionForMultipleChoice,
+    LionForSequenceClassification,
+    LionForTokenClassification,
+    LionModel,
+)
 from lion_transformers.scripts import publish
 from lion_transformers.scripts.arguments import UsageError
 from lion_transformers.tokenization import train_wordpiece_tokenizer
@@ -41,8 +49,14 @@ script, text, image, output = sys.argv[1:]
 
 model, tokenizer = AutoModelForMaskedLM.from_pretrained(text), AutoTokenizer.from_pretrained(text)
 model.push_to_hub("alice/pushed")
-arguments = TrainingArguments(output, hub_model_id="alice/trained", report_to="none", use_cpu=True)
-Trainer(model, arguments, processing_class=tokenizer).push_to_hub()
+arguments = TrainingArguments(
+    output, hub_model_id="alice/trained", push_to_hub=True, max_steps=1, learning_rate=0.0, save_strategy="no",
+    report_to="none", use_cpu=True,
+)
+rows = [{"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "labels": [5, 6, 7]}] * 8
+trainer = Trainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
+trainer.train()
+trainer.push_to_hub()
 for sys.argv in (
     [script, text, "--repo_id", "alice/text", "--license", "apache-2.0"],
     [script, image, "--repo_id", "alice/image", "--private"],
@@ -245,8 +259,29 @@ def truncate(file):
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def move_into(folder, name):
+    files = list(folder.iterdir())
+    (folder / name).mkdir()
+    for file in files:
+        file.rename(folder / name / file.name)
+
+
+def rename(folder, name):
+    (folder / "model.safetensors").rename(folder / name)
+
+
 BROKEN = {
-    "no folder": (shutil.rmtree, "holds no config.json: give the folder of a saved model"),
+    "no folder": (shutil.rmtree, "is not there: give the folder of a saved model"),
+    "checkpoints alone": (
+        lambda folder: move_into(folder, "checkpoint-9"),
+        "holds no config.json: .* checkpoint-9 in it",
+    ),
+    "a pickle": (lambda folder: rename(folder, "pytorch_model.bin"), "weights in a pickle"),
+    "sentence embeddings": (lambda folder: (folder / "modules.json").write_text("[]"), "is a SentenceTransformer"),
+    "a broken card": (
+        lambda folder: (folder / "README.md").write_text("---\na: [1\n---\n"),
+        "metadata of .*README.md",
+    ),
     "no config": (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "not the configuration of a LION model"),
     "another family": (lambda folder: BertConfig().save_pretrained(folder), "a model of type bert, not a LION model"),
@@ -271,6 +306,20 @@ def test_broken_folder_is_refused(folder, hub, checked_heads, monkeypatch, capsy
     message = fails_with(publish, monkeypatch, capsys, folder, "--repo_id", "alice/text")
     assert re.search(sentence, message), message
     assert checked_heads == [] and hub.requests == []
+
+
+@pytest.mark.parametrize("head", [LionForSequenceClassification, LionForTokenClassification, LionForMultipleChoice])
+def test_a_classifier_is_published_though_other_heads_have_other_sizes(folder, head, monkeypatch, capsys):
+    build_from(head, text_config(num_labels=3)).save_pretrained(folder)
+    run_script(publish, monkeypatch, folder, "--repo_id", "alice/text", "--dry_run")
+    assert "would be uploaded to alice/text" in capsys.readouterr().out
+
+
+def test_a_token_of_other_characters_is_not_sent(folder, hub, checked_heads, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_schlüssel")
+    message = fails_with(publish, monkeypatch, capsys, folder, "--repo_id", "alice/text")
+    assert "characters that no token has" in message and "schl" not in message
+    assert hub.requests == []
 
 
 def test_a_missing_shard_is_named(folder, checked_heads, monkeypatch, capsys):
@@ -630,11 +679,11 @@ def test_a_card_written_by_hand_is_kept(folder, hub, checked_heads, monkeypatch,
 
 
 def test_a_card_that_the_hub_refuses_stops_the_upload(folder, hub, checked_heads, monkeypatch, capsys):
-    (folder / "README.md").write_text("---\njust words\n---\n")
+    (folder / "README.md").write_text("---\nlicense: my own, of course\n---\n")
     message = publish_fails(folder, monkeypatch, capsys)
     assert (
         "nothing was uploaded, alice/text was made and is empty: " in message
-        and "metadata must be a mapping" in message
+        and "license is no name of one" in message
     )
     assert set(hub.repositories["alice/text"].files) == {".gitattributes"}
 

@@ -726,6 +726,47 @@ def test_it_stops_when_patience_ends(patience, scores, steps, best, bert, monkey
     assert same(weights("out/sst2/seed-17"), weights(f"out/sst2/seed-17/checkpoint-{best}"))
 
 
+def test_patience_counts_evaluations_without_a_better_one_though_fewer_are_saved(bert, monkeypatch):
+    data = write_glue("data", ["sst2"])
+    scripted(monkeypatch, [0.0, 0.1, 0.2, 0.3, 0.4, 0.3, 0.2])
+    argv = ["--task_name=sst2", "--data_dir", data, "--model_name_or_path", bert, "--output_dir=out", *SHORT]
+    run_script(monkeypatch, *argv, "--max_steps=12", "--eval_steps=2", "--save_steps=4", "--early_stopping_patience=2")
+    assert results_in("out/sst2/seed-17")["steps"] == 12
+
+
+def test_runs_of_other_settings_are_not_averaged(bert, monkeypatch, capsys):
+    data = write_glue("data", ["sst2"])
+    argv = ["--task_name=sst2", "--data_dir", data, "--model_name_or_path", bert, "--output_dir=out", *SHORT]
+    run_script(monkeypatch, *argv, "--max_steps=1", "--seeds", "1")
+    message = fails_with(monkeypatch, capsys, *argv, "--max_steps=1", "--seeds", "2", "--learning_rate", "1.0")
+    assert "out/sst2/seed-1 was trained with learning_rate 1e-05, not 1.0" in message
+    run_script(monkeypatch, *argv, "--max_steps=1", "--seeds", "2")
+
+
+def test_a_small_task_asked_for_alone_starts_from_the_mnli_that_is_there(bert, monkeypatch):
+    data = write_glue("data", ["mnli", "rte"])
+    argv = ["--data_dir", data, "--model_name_or_path", bert, "--output_dir=out", *SHORT, "--max_steps=1"]
+    run_script(monkeypatch, *argv, "--task_name", "mnli")
+    run_script(monkeypatch, *argv, "--task_name", "rte")
+    assert results_in("out/rte/seed-17")["started_from"] == "out/mnli/seed-17"
+
+
+@pytest.mark.parametrize("setting", ["mixed_precision: bf16", "model_name_or_path: other"])
+def test_what_is_common_to_all_tasks_cannot_be_set_for_one(setting, bert, monkeypatch, capsys):
+    data = write_glue("data", ["sst2"])
+    argv = ["--task_name=sst2", "--data_dir", data, "--model_name_or_path", bert, "--output_dir=out"]
+    message = fails_with(monkeypatch, capsys, *argv, "--tasks", f"{{sst2: {{{setting}}}}}")
+    assert f"{setting.split(':')[0]} is the same for all tasks" in message
+
+
+def test_a_test_set_with_short_rows_is_refused():
+    write_glue("data", ["mrpc"])
+    with Path("data/MRPC/test.tsv").open("a") as file:
+        file.write("99\tcut\n")
+    with pytest.raises(UsageError, match=r"test\.tsv: 1 of \d+ rows lack fields"):
+        load("mrpc", data_dir="data")
+
+
 def test_a_stopped_call_goes_on_where_it_was(bert, monkeypatch, capsys):
     data = write_glue("data", ["sst2", "rte"], train=8)
     argv = ["--task_name", "sst2", "rte", "--data_dir", data, "--model_name_or_path", bert, *SHORT]
