@@ -90,6 +90,7 @@ OUTPUT_NAMES = {*TASKS, "glue.md", "glue.json", "glue.png", "submission", "runs"
 FREE_ARGUMENTS = {
     *["output_dir", "overwrite_output_dir", "task_name", "tasks", "seeds", "seed", "compare"],
     *["report_to", "logging_steps", "save_total_limit", "dataloader_num_workers", "per_device_eval_batch_size"],
+    "per_device_train_batch_size",  # what an update sees is the global batch
 }
 
 # Arguments that cannot be set for a single task.
@@ -545,6 +546,15 @@ def load_tasks(jobs: list[Job], accelerator: Accelerator) -> dict[str, dict[str,
     return loaded
 
 
+def fit_batch_size(job: Job, num_processes: int) -> Job:
+    """The same run with the largest batch per device, up to the given one, that the global batch is a multiple of."""
+    args = job.arguments.training
+    share = (args.global_train_batch_size or 0) // num_processes
+    fitting = [size for size in range(1, args.per_device_train_batch_size + 1) if share and share % size == 0]
+    size = max(fitting, default=args.per_device_train_batch_size)
+    return replace(job, arguments=replace(job.arguments, training=replace(args, per_device_train_batch_size=size)))
+
+
 def check_batches(job: Job, num_examples: int, num_processes: int) -> None:
     args = job.arguments.training
     accumulation_steps(args.global_train_batch_size, args.per_device_train_batch_size, num_processes)
@@ -567,6 +577,7 @@ def main() -> None:
     pending = [job for job in jobs if args.overwrite_output_dir or not job.is_finished()]
     accelerator = make_accelerator(args)
     show_progress_once(accelerator)
+    pending = [fit_batch_size(job, accelerator.num_processes) for job in pending]
     rows = load_tasks(pending, accelerator)
     tokenizer = load_task_tokenizer(arguments.model) if pending else None
     for name, group in itertools.groupby(pending, key=lambda job: job.task.name):

@@ -840,6 +840,40 @@ def test_two_processes_evaluate_as_one(lion, monkeypatch, tmp_path):
     assert Path("both/glue.md").read_text().replace("both", "alone", 1) == Path("alone/glue.md").read_text()
 
 
+def test_two_processes_train_as_one(lion, monkeypatch, tmp_path):
+    """Updates of 8 examples: on one process in two micro-batches, on two in one each."""
+    data = write_glue("data", ["sst2"], train=32)
+    argv = ["--task_name=sst2", "--data_dir", data, "--model_name_or_path", lion, *SHORT, "--max_steps=4"]
+    argv += ["--config", "hidden_dropout_prob=0.0", "--global_train_batch_size=8", "--learning_rate=1e-3"]
+    argv += ["--logging_steps=1", "--eval_steps=4", "--output_dir"]
+    run_script(monkeypatch, *argv, "alone")
+    run_and_check([*TWO_CPUS, SCRIPT, *argv, "both"], tmp_path)
+    alone, both = (results_in(f"{output}/sst2/seed-17") for output in ["alone", "both"])
+    losses, rates = (
+        [[entry[name] for entry in results["history"] if name in entry] for results in (alone, both)]
+        for name in ("loss", "learning_rate")
+    )
+    assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert rates[0] == rates[1] and max(rates[0]) <= 1e-3 and rates[0][-1] == 0
+    for name, tensor in weights("alone/sst2/seed-17").items():
+        torch.testing.assert_close(weights("both/sst2/seed-17")[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("num_processes", "fitting"), [(1, 16), (2, 12), (3, 16), (4, 12), (8, 6), (5, None)])
+def test_a_batch_is_divided_over_the_devices(num_processes, fitting, bert):
+    data = write_glue("data", ["sst2"])
+    argv = ["--task_name=sst2", "--data_dir", data, "--model_name_or_path", bert, "--output_dir=out"]
+    sizes = ["--global_train_batch_size", "48", "--per_device_train_batch_size", "16"]
+    _, (job,) = run_glue.parse([*map(str, argv), *sizes])
+    job = run_glue.fit_batch_size(job, num_processes)
+    if fitting is None:
+        with pytest.raises(UsageError, match=r"global_train_batch_size 48 is not a multiple of"):
+            run_glue.check_batches(job, 1000, num_processes)
+    else:
+        assert job.arguments.training.per_device_train_batch_size == fitting
+        run_glue.check_batches(job, 1000, num_processes)
+
+
 def test_a_comparison_has_both_models(bert, lion, monkeypatch, capsys):
     data = write_glue("data", ["sst2"])
     Path("data/SST-2/test.tsv").unlink()
@@ -1004,7 +1038,6 @@ def test_failures_are_one_sentence(bert, monkeypatch, capsys):
     assert "SST-2 has 16 training examples, too few for a batch of 17." in failure(
         "--per_device_train_batch_size", "17"
     )
-    assert "is not a multiple of 4" in failure("--global_train_batch_size", "6")
     assert "max_seq_length 64 exceeds the model's max_position_embeddings 32" in failure("--max_seq_length", "64")
     Path("taken").mkdir()
     Path("taken/model.safetensors").touch()

@@ -203,10 +203,11 @@ def test_bf16_learns_with_decays_in_float32(tmp_path, decay_type):
 
 
 @each_decay
-def test_a_compiled_model_takes_the_same_steps(tmp_path, decay_type):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_model_takes_the_same_steps(tmp_path, decay_type, backend):
     torch.compiler.reset()
     plain = train_for(tmp_path, 3, decay_type=decay_type)
-    compiled = train_for(tmp_path, 3, decay_type=decay_type, torch_compile=True, torch_compile_backend="aot_eager")
+    compiled = train_for(tmp_path, 3, decay_type=decay_type, torch_compile=True, torch_compile_backend=backend)
     assert losses_of(compiled) == pytest.approx(losses_of(plain), rel=1e-4)
 
 
