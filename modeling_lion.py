@@ -34,6 +34,9 @@ logger = logging.get_logger(__name__)
 # In tokens: of the fastest head under `decay_init="multiscale"`; that of the slowest is the length of a sequence.
 SHORTEST_TIME_CONSTANT = 4.0
 
+# In bytes: of what torch allocates on a CPU.
+MEMORY_ALIGNMENT = 64
+
 # What holds decays, by decay type: their whole names, as `_keep_in_fp32_modules_strict` wants them.
 FP32_MODULES = {"none": [], "fixed": ["decay_bias"], "selective": ["decay_bias_proj"]}
 
@@ -406,7 +409,13 @@ class LionPreTrainedModel(PreTrainedModel):
         for file in checkpoint_files or ():
             if not str(file).endswith(".safetensors"):  # a pickle is a program
                 raise ValueError(f"Weights of {cls.__name__} are read from safetensors files alone, not from {file}")
-        return super()._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
+        loaded = super()._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
+        for parameter in model.parameters():
+            # Tensors of a file lie where they are in it. Products of others than those that torch allocates can round
+            # differently, and a loaded model would not give the saved one's outputs to the last bit.
+            if parameter.device.type == "cpu" and parameter.data_ptr() % MEMORY_ALIGNMENT:
+                parameter.data = parameter.data.clone()
+        return loaded
 
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
