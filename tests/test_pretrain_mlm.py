@@ -240,7 +240,7 @@ def test_steps_follow_from_epochs_or_max_steps():
     assert count_steps(PretrainingArguments("out", num_train_epochs=1.5), data, 32) == math.ceil(150 / 32)
     assert count_steps(PretrainingArguments("out", max_steps=7), data, 32) == 7
     with pytest.raises(UsageError, match="give max_steps"):
-        count_steps(PretrainingArguments("out"), data.to_iterable_dataset(), 32)
+        count_steps(PretrainingArguments("out"), lambda epoch: data.to_iterable_dataset(), 32)
 
 
 # Optimisation
