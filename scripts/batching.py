@@ -7,7 +7,9 @@ position that its library keeps: `StreamedBatches`.
 """
 
 import itertools
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,9 +109,17 @@ class DrawnCollator:
             return self.collator(list(examples))
 
 
-def ignore_sigterm(_worker: int) -> None:
-    """A loader's worker goes on: the run still needs it, and ends it itself."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def shield_from_sigterm(_worker: int) -> None:
+    """Let a loader's worker end when its run says so alone: a run that is sent SIGTERM, as all its group is, saves."""
+
+    def wait_for_parent() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=wait_for_parent, daemon=True).start()
 
 
 def endless_batches(
@@ -148,7 +158,7 @@ def endless_batches(
         batch_sampler=positions,
         collate_fn=DrawnCollator(collator, seed),
         num_workers=num_workers,
-        worker_init_fn=ignore_sigterm,
+        worker_init_fn=shield_from_sigterm,
         pin_memory=accelerator.device.type == "cuda",
         generator=torch.Generator(),  # else starting a loader would draw from the run's generator
     )
@@ -211,7 +221,7 @@ class StreamedBatches:
             collate_fn=self.collator,
             drop_last=True,
             num_workers=self.num_workers,
-            worker_init_fn=ignore_sigterm,
+            worker_init_fn=shield_from_sigterm,
             pin_memory=self.accelerator.device.type == "cuda",
             generator=torch.Generator(),
         )

@@ -527,10 +527,7 @@ def pass_over(num_images, num_repeats, rank=0, num_processes=1, epochs=1):
     arguments = parse("--dataset_name=x", "--output_dir=out", "--report_to=none", "--mixup=0", "--cutmix=0")
     arguments.training.per_device_train_batch_size = 5
     arguments.augmentation.repeated_augmentation = num_repeats
-    if num_repeats == 1:
-        accelerator = make_accelerator(arguments.training)
-    else:  # the sampler alone knows of processes
-        accelerator = SimpleNamespace(num_processes=num_processes, process_index=rank, device=torch.device("cpu"))
+    accelerator = SimpleNamespace(num_processes=num_processes, process_index=rank, device=torch.device("cpu"))
     batches = make_train_batches(arguments, accelerator, images, num_classes=2)
     per_pass = num_images // num_processes // 5
     return [[label for _ in range(per_pass) for label in next(batches)["labels"].tolist()] for _ in range(epochs)]
