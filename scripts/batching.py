@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lion_transformers.scripts.arguments import UsageError
 
 
-Batches = Iterator[dict[str, Tensor]]
+class Batches(Protocol):
+    """Micro-batches on their device; to be closed, or workers wait to be found by the garbage collection."""
+
+    def __next__(self) -> dict[str, Tensor]: ...
+
+    def close(self) -> None: ...
 
 
 def derived_seed(*numbers: int) -> int:
@@ -229,9 +234,6 @@ class StreamedBatches:
             self.loader.load_state_dict(position)
         self.batches = iter(self.loader)
 
-    def __iter__(self) -> "StreamedBatches":
-        return self
-
     def __next__(self) -> dict[str, Tensor]:
         batch = next(self.batches, None)
         if batch is None and self.is_empty:
@@ -241,6 +243,9 @@ class StreamedBatches:
             batch = next(self.batches, None)
         self.is_empty = False
         return send_to_device(batch, self.accelerator.device, non_blocking=True)
+
+    def close(self) -> None:
+        del self.batches, self.loader
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "loader": self.loader.state_dict()}
@@ -261,6 +266,8 @@ def check_first_batch(accelerator: Accelerator, batches: Batches) -> None:
         next(batches)
     except UsageError as error:
         failure = error
+    finally:
+        batches.close()
     failures = [message for message in gather_object([failure and str(failure)]) if message]
     if failures:
         raise failure or UsageError(failures[0])

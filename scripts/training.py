@@ -4,7 +4,6 @@ A script subclasses `TrainingRun` and says what an example is, what its loss is 
 """
 
 import functools
-import itertools
 import math
 import os
 import platform
@@ -582,6 +581,8 @@ class TrainingRun:
         except StopRequested:
             self.save_checkpoint()
             raise
+        finally:
+            self.batches.close()
         progress.close()
         if self.load_best_model_at_end:
             self.load_best_checkpoint()
@@ -611,7 +612,7 @@ class TrainingRun:
 
     def update(self) -> bool:
         """One step of the optimizer, left out if the loss is not finite. Returns whether to stop after it."""
-        micro_batches = list(itertools.islice(self.batches, self.num_micro_batches))
+        micro_batches = [next(self.batches) for _ in range(self.num_micro_batches)]
         # Dropout follows from the seed and the step: it does not matter what was drawn before, nor when a run stopped.
         set_seed(derived_seed(self.args.seed, self.state.step, self.accelerator.process_index))
         loss, counts = self.accumulate_gradients(micro_batches)
