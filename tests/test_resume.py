@@ -29,23 +29,7 @@ from lion_transformers.scripts.resuming import read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("isolated_run")
 
-WORDS = [*["the", "a", "small", "big", "red", "cat", "dog"], *["bird", "fish", "sees", "likes", "eats", "in", "house"]]
-    "the",
-    "a",
-    "small",
-    "big",
-    "red",
-    "cat",
-    "dog",
-    "bird",
-    "fish",
-    "sees",
-    "likes",
-    "eats",
-    "in",
-    "house",
-    "garden",
-]
+WORDS = ["the", "a", "small", "big", "red", "cat", "dog", "bird", "sees", "likes", "eats", "in", "house", "garden"]
 TINY = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,hidden_dropout_prob=0.2"
 # Ten updates of eight examples in two micro-batches; 36 examples make 4 1/2 updates a pass.
 UPDATES = "--max_steps 10 --global_train_batch_size 8 --per_device_train_batch_size 4 --report_to none"
