@@ -1125,7 +1125,10 @@ def test_a_run_on_two_processes(colors, monkeypatch, tmp_path):
     training += " --base_learning_rate 0.2 --warmup_epochs 1 --output_dir both --repeated_augmentation 2"
     training += " --eval_resolutions 8 12 --mixup 0 --cutmix 0 --randaugment_magnitude 0"
     run_and_check([*TWO_CPUS, SCRIPT, *arguments, *training.split()], tmp_path)
-    alone, both = results_in("alone"), results_in("both")
+    run_script(monkeypatch, *arguments, *training.replace("both", "one").split())
+    alone, both, one = results_in("alone"), results_in("both"), results_in("one")
+    losses, expected = ([entry["loss"] for entry in each["history"] if "loss" in entry] for each in (both, one))
+    assert len(losses) == 6 and losses == pytest.approx(expected, rel=1e-5)
     # Nine images do not divide by two processes: none is counted twice.
     assert both["before"]["eval_images"] == 9
     for name, value in alone["before"].items():
