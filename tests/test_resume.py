@@ -445,7 +445,7 @@ def run_forked(argv, seconds):
 def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_whole_checkpoint(monkeypatch, kills):
     """A checkpoint after every update: most moments are in one that is being written."""
     train = Trainer(monkeypatch, "text")
-    argv = [*train.argv, "--eval_steps", "1", "--max_steps", "200", "--save_total_limit", "3"]
+    argv = [*train.argv, "--eval_steps", "1", "--max_steps", "5000", "--save_total_limit", "3"]
     moments = random.Random(0)
     started = time.monotonic()
     assert run_forked([*argv, "--max_steps", "10", "--output_dir", "timed"], 60) == 0
@@ -460,9 +460,9 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_whole_checkpoint(monk
         reached = max(steps, default=0)
     assert reached > 0
     stop = reached + 5
-    seen = train("--eval_steps", "1", "--max_steps", "200", stop=("sigterm", stop))
+    seen = train("--eval_steps", "1", "--max_steps", "5000", stop=("sigterm", stop))
     assert list(seen) == list(range(reached, stop + 1))
-    expected = train(*["--eval_steps", "1000", "--max_steps", "200", "--output_dir", "whole"], stop=("sigterm", stop))
+    expected = train(*["--eval_steps", "1000", "--max_steps", "5000", "--output_dir", "whole"], stop=("sigterm", stop))
     assert_same_batches(seen, expected)
     name = f"checkpoint-{stop + 1}/model.safetensors"
     weights, expected_weights = load_file(f"out/{name}"), load_file(f"whole/{name}")

@@ -651,15 +651,15 @@ def test_lion_learns_and_the_folder_predicts_what_was_submitted(size, tokenizer,
     LionForMaskedLM(LionConfig(max_position_embeddings=32, **size, **TINY)).save_pretrained("lion")
     tokenizer.save_pretrained("lion")
     data = write_glue("data", ["sst2"], train=96, validation=21)
-    training = "--learning_rate 1e-2 --num_train_epochs 6 --mixed_precision bf16 --seeds 1"
+    training = "--learning_rate 5e-3 --num_train_epochs 3 --mixed_precision bf16 --seeds 1"
     run_script(
         monkeypatch, "--task_name=sst2", "--data_dir", data, "--model_name_or_path=lion", "--output_dir=out", *SHORT,
         *training.split(),
     )  # fmt: skip
     results = results_in("out/sst2/seed-1")
     assert results["before"]["eval_accuracy"] < 0.7 and results["after"]["eval_accuracy"] == 1.0
-    assert results["steps"] == 6 * 96 / 4 and results["examples"] == 6 * 96
-    assert [entry["step"] for entry in results["history"] if "eval_loss" in entry] == [*range(0, 145, 24)]
+    assert results["steps"] == 3 * 96 / 4 and results["examples"] == 3 * 96
+    assert [entry["step"] for entry in results["history"] if "eval_loss" in entry] == [0, 24, 48, 72]
     model = AutoModelForSequenceClassification.from_pretrained("out/sst2/seed-1").eval()
     texts = [row[0] for row in make_rows("sst2", "test", 5)]
     with torch.no_grad():
