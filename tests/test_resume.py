@@ -17,6 +17,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from training_checks import TWO_CPUS, run_and_check
 from transformers import PreTrainedTokenizerFast
@@ -227,6 +228,16 @@ def test_a_run_that_was_stopped_is_the_one_that_was_not(monkeypatch, kind):
         else:
             assert list_checkpoints(folder)[-1] == last_checkpoint
     assert_same_run(folder, whole)
+
+
+def test_the_tracker_has_every_step_once(monkeypatch):
+    """Also those that were logged after the checkpoint that the run went on from."""
+    train = Trainer(monkeypatch, "text")
+    train("--report_to", "tensorboard", stop=("interrupt", 5))  # steps 4 and 5 are done again
+    train("--report_to", "tensorboard")
+    events = EventAccumulator("out/runs/pretrain_mlm").Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [2, 3, 4, 6, 8, 9, 10]
+    assert [event.step for event in events.Scalars("eval/loss")] == [0, 3, 6, 9, 10]
 
 
 # What a run refuses to go on from
