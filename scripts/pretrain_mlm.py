@@ -36,14 +36,17 @@ from transformers import (
     AutoModelForMaskedLM,
     DataCollatorForLanguageModeling,
     DataCollatorForTokenClassification,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.hf_argparser import HfArg
 
+from lion_transformers import LionConfig
 from lion_transformers.scripts import training
 from lion_transformers.scripts.arguments import UsageError, parse_arguments, run
 from lion_transformers.scripts.optimization import linear_schedule
+from lion_transformers.scripts.packing import PACKED_FEATURES, pack_documents
 from lion_transformers.scripts.training import (
     TrainerState,
     TrainingArguments,
@@ -92,7 +95,11 @@ class DataArguments:
     shuffle_buffer_size: int = HfArg(default=10_000, help="Documents that a streamed data set is shuffled within.")
     max_seq_length: int = HfArg(default=128, help="Tokens in a sequence.")
     line_by_line: bool = HfArg(
-        default=False, help="Make every document one sequence, cut at max_seq_length, instead of packing."
+        default=False, help="Make every document one sequence, cut at max_seq_length, instead of joining them."
+    )
+    packing: bool = HfArg(
+        default=False,
+        help="Fill sequences with whole documents that do not see each other, instead of joining and cutting them.",
     )
     mlm_probability: float = HfArg(default=0.3, help="Share of tokens to predict in training.")
     eval_mlm_probability: float = HfArg(default=0.15, help="Share of tokens to predict in evaluation.")
@@ -106,6 +113,8 @@ class DataArguments:
         check_range(self, ["max_seq_length"], low=1)
         check_range(self, ["mlm_probability", "eval_mlm_probability"], low=0, below=1)
         check_range(self, ["validation_split_percentage"], low=0, below=100)
+        if self.packing and self.line_by_line:
+            raise UsageError("packing puts several documents into a sequence, line_by_line one: give one of them.")
 
 
 @dataclass
@@ -129,6 +138,10 @@ class PretrainingArguments(TrainingArguments):
 # Data: documents → sequences of token ids → masked micro-batches
 
 SEQUENCE_FEATURES = Features({"input_ids": List(Value("int32")), "special_tokens_mask": List(Value("int8"))})
+
+
+def sequence_features(args: DataArguments) -> Features:
+    return PACKED_FEATURES if args.packing else SEQUENCE_FEATURES
 
 
 def load_documents(args: DataArguments, seed: int) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset]:
@@ -175,16 +188,18 @@ def encode(
     tokenizer: PreTrainedTokenizerBase,
     text_column: str,
     max_seq_length: int,
-    line_by_line: bool,
+    line_by_line: bool = False,
+    packing: bool = False,
 ) -> dict[str, list[list[int]]]:
     """Sequences from a batch of documents.
 
-    Packed, as run_mlm.py does it: documents with their special tokens are joined and cut into blocks of exactly
+    Joined, as run_mlm.py does it: documents with their special tokens are joined and cut into blocks of exactly
     `max_seq_length`; what is left over at the end of the batch is dropped. Line by line: one sequence a document.
+    Packed: as `pack_documents` does it, within the batch, so that a stream has no state between batches.
     """
     texts = [text for text in batch[text_column] if text and not text.isspace()]
     if not texts:
-        return {name: [] for name in SEQUENCE_FEATURES}
+        return {name: [] for name in (PACKED_FEATURES if packing else SEQUENCE_FEATURES)}
     encoded = tokenizer(
         texts,
         truncation=line_by_line,
@@ -192,6 +207,9 @@ def encode(
         return_special_tokens_mask=True,
         verbose=False,  # "longer than the model's maximum" does not apply to what is cut into blocks
     )
+    if packing:
+        documents = (encoded[name] for name in SEQUENCE_FEATURES)
+        return pack_documents(*documents, max_seq_length, tokenizer.pad_token_id)
     if line_by_line:
         return {name: encoded[name] for name in SEQUENCE_FEATURES}
     return {name: _blocks(encoded[name], max_seq_length) for name in SEQUENCE_FEATURES}
@@ -211,12 +229,13 @@ def encode_documents(
         encode,
         batched=True,
         remove_columns=columns,
-        features=SEQUENCE_FEATURES,
+        features=sequence_features(args),
         fn_kwargs={
             "tokenizer": tokenizer,
             "text_column": args.text_column,
             "max_seq_length": args.max_seq_length,
             "line_by_line": args.line_by_line,
+            "packing": args.packing,
         },
         **on_disk,
     )
@@ -229,7 +248,7 @@ def mask_once(
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=mlm_probability, seed=seed + indices[0])
     examples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
     masked = [collator([example]) for example in examples]
-    return {name: [row[name][0].tolist() for row in masked] for name in ["input_ids", "labels"]}
+    return {name: [row[name][0].tolist() for row in masked] for name in masked[0]}
 
 
 def load_sequences(
@@ -245,7 +264,7 @@ def load_sequences(
         # Evaluation needs a length, so that sequences are counted once over several processes.
         first = itertools.islice(evaluation, args.max_eval_samples)
         rows = list(datasets.utils.tqdm(first, desc="Reading the validation text", total=args.max_eval_samples))
-        evaluation = Dataset.from_list(rows, SEQUENCE_FEATURES)
+        evaluation = Dataset.from_list(rows, sequence_features(args))
     for name, sequences in {"training": train, "validation": evaluation}.items():
         if isinstance(sequences, Dataset) and len(sequences) == 0:
             raise UsageError(f"the {name} text is too small for one sequence of {args.max_seq_length} tokens.")
@@ -296,6 +315,15 @@ def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, max_seq
     if model.config.vocab_size < len(tokenizer):
         model.resize_token_embeddings(padded_vocab_size)
     return model
+
+
+def check_packing(config: PreTrainedConfig) -> None:
+    """Refuse other families: the attention of Transformers' encoders does not look at where positions restart."""
+    if config.model_type != LionConfig.model_type:
+        raise UsageError(
+            f"packing needs a model that keeps the documents of a sequence apart, as lion does; {config.model_type}"
+            " would see them all: give line_by_line instead."
+        )
 
 
 # Training and evaluation
@@ -427,11 +455,13 @@ def prepare(
         ["mask_token", "pad_token"],
         "masked language modelling",
     )
+    set_seed(args.seed, device_specific=True)  # dropout and masks differ over devices
+    model = load_model(model_args, tokenizer, data_args.max_seq_length)
+    if data_args.packing:
+        check_packing(model.config)
     with accelerator.main_process_first():
         train, evaluation = load_sequences(data_args, tokenizer, args.seed)
     state = TrainerState(max_steps=count_steps(args, train, num_micro_batches * at_once))
-    set_seed(args.seed, device_specific=True)  # dropout and masks differ over devices
-    model = load_model(model_args, tokenizer, data_args.max_seq_length)
     optimizer = adamw(model, args, args.learning_rate)
     scheduler = linear_schedule(optimizer, state.max_steps, args.warmup_ratio, args.final_lr_ratio)
     eval_loader = DataLoader(
