@@ -221,12 +221,10 @@ def test_documents_of_a_row_are_trained_as_if_alone(tokenizer, decay_type, mode)
     packed = F.cross_entropy(logits.double(), labels, reduction="none")
     packed_gradients = gradients(packed.sum())
     losses = []
-    for ids, targets, mask, positions in zip(
-        *(batch[name] for name in ("input_ids", "labels", "attention_mask", "position_ids")), strict=True
-    ):
-        length = int(mask.sum())
-        starts = [*(positions[:length] == 0).nonzero().flatten().tolist(), length]
-        for start, end in itertools.pairwise(starts):
+    for ids, targets, originals in zip(batch["input_ids"], batch["labels"], rows["input_ids"], strict=True):
+        starts = [place for place, token in enumerate(originals) if token == CLS]
+        length = len(originals) - originals[::-1].index(SEP)
+        for start, end in itertools.pairwise([*starts, length]):
             alone = model(ids[None, start:end]).logits[0]
             losses.append(F.cross_entropy(alone.double(), targets[start:end], reduction="none", ignore_index=-100))
     alone = torch.cat(losses)
