@@ -137,6 +137,8 @@ class PretrainingArguments(TrainingArguments):
 
 # Data: documents → sequences of token ids → masked micro-batches
 
+MAX_CHARACTERS = 10_000_000  # of a document: tokens take a hundred times the memory of their text
+
 SEQUENCE_FEATURES = Features({"input_ids": List(Value("int32")), "special_tokens_mask": List(Value("int8"))})
 
 
@@ -196,8 +198,17 @@ def encode(
     Joined, as run_mlm.py does it: documents with their special tokens are joined and cut into blocks of exactly
     `max_seq_length`; what is left over at the end of the batch is dropped. Line by line: one sequence a document.
     Packed: as `pack_documents` does it, within the batch, so that a stream has no state between batches.
+
+    Raises:
+        UsageError: a document is too long to be tokenised at once.
     """
     texts = [text for text in batch[text_column] if text and not text.isspace()]
+    longest = max(map(len, texts), default=0)
+    if longest > MAX_CHARACTERS:
+        raise UsageError(
+            f"a document has {longest:,} characters, more than the {MAX_CHARACTERS:,} that are tokenised at once:"
+            " cut it into several."
+        )
     if not texts:
         return {name: [] for name in (PACKED_FEATURES if packing else SEQUENCE_FEATURES)}
     encoded = tokenizer(
@@ -455,13 +466,13 @@ def prepare(
         ["mask_token", "pad_token"],
         "masked language modelling",
     )
+    with accelerator.main_process_first():
+        train, evaluation = load_sequences(data_args, tokenizer, args.seed)
+    state = TrainerState(max_steps=count_steps(args, train, num_micro_batches * at_once))
     set_seed(args.seed, device_specific=True)  # dropout and masks differ over devices
     model = load_model(model_args, tokenizer, data_args.max_seq_length)
     if data_args.packing:
         check_packing(model.config)
-    with accelerator.main_process_first():
-        train, evaluation = load_sequences(data_args, tokenizer, args.seed)
-    state = TrainerState(max_steps=count_steps(args, train, num_micro_batches * at_once))
     optimizer = adamw(model, args, args.learning_rate)
     scheduler = linear_schedule(optimizer, state.max_steps, args.warmup_ratio, args.final_lr_ratio)
     eval_loader = DataLoader(

@@ -52,7 +52,7 @@ from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 from lion_transformers.configuration_lion import as_pair
-from lion_transformers.scripts.arguments import UsageError, one_line, parse_arguments, run
+from lion_transformers.scripts.arguments import UsageError, one_line, parse_arguments, run, why_not_loaded
 from lion_transformers.scripts.checkpointing import atomic_write, write_json
 from lion_transformers.scripts.images import (
     AugmentationArguments,
@@ -263,9 +263,9 @@ def load_teacher(name: str, student: PreTrainedModel, processor: ViTImageProcess
         UsageError: it cannot be loaded, or its classes, channels or size are not the student's.
     """
     try:
-        model = AutoModelForImageClassification.from_pretrained(name, dtype=torch.float32)
+        model = AutoModelForImageClassification.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot load the teacher {name}: {one_line(error)}") from error
+        raise UsageError(f"cannot load the teacher {name}: {why_not_loaded(error)}") from error
     config, student_config = model.config, student.config
     if config.num_labels != student_config.num_labels:
         raise UsageError(f"the teacher has {config.num_labels} labels, the student {student_config.num_labels}.")

@@ -38,7 +38,7 @@ from transformers import (
 from transformers.hf_argparser import HfArg
 
 import lion_transformers
-from lion_transformers.scripts.arguments import KeyValues, MergeKeyValues, UsageError, one_line
+from lion_transformers.scripts.arguments import KeyValues, MergeKeyValues, UsageError, one_line, why_not_loaded
 from lion_transformers.scripts.checkpointing import (
     atomic_write,
     checkpoint_folder,
@@ -218,22 +218,23 @@ def build_model(args: ModelArguments, auto_class: type, settings: dict[str, Any]
         raise UsageError(f"unknown model_type {args.model_type}.")
     try:
         if name:
-            config = AutoConfig.from_pretrained(name, **settings)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False, **settings)
         else:
             config = AutoConfig.for_model(args.model_type, **settings)
         if args.model_name_or_path:
-            return auto_class.from_pretrained(name, config=config, dtype=torch.float32, **loading)
+            loading = {"config": config, "dtype": torch.float32, "trust_remote_code": False, **loading}
+            return auto_class.from_pretrained(name, **loading)
         return auto_class.from_config(config, dtype=torch.float32)
     # RuntimeError: weights of other sizes; KeyError: an activation that is not there.
     except (OSError, ValueError, TypeError, RuntimeError, KeyError, StrictDataclassError) as error:
-        raise UsageError(f"cannot make the model {name or args.model_type}: {one_line(error)}") from error
+        raise UsageError(f"cannot make the model {name or args.model_type}: {why_not_loaded(error)}") from error
 
 
 def load_pretrained_config(args: ModelArguments) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(args.model_name_or_path)
+        return AutoConfig.from_pretrained(args.model_name_or_path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot load the model {args.model_name_or_path}: {one_line(error)}") from error
+        raise UsageError(f"cannot load the model {args.model_name_or_path}: {why_not_loaded(error)}") from error
 
 
 def load_tokenizer(name: str | None, needed: list[str], purpose: str) -> PreTrainedTokenizerBase:
@@ -241,9 +242,9 @@ def load_tokenizer(name: str | None, needed: list[str], purpose: str) -> PreTrai
     if name is None:
         raise UsageError("give a tokenizer_name: a folder or a name on the Hub.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot load the tokenizer {name}: {one_line(error)}") from error
+        raise UsageError(f"cannot load the tokenizer {name}: {why_not_loaded(error)}") from error
     for token in needed:
         if getattr(tokenizer, token) is None:
             raise UsageError(f"the tokenizer {name} has no {token}, which {purpose} needs.")
