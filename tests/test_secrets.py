@@ -111,7 +111,7 @@ def foreign(isolated_run):
             PIL.Image.new("RGB", (8, 8)).save(Path(split, label, "1.png"))
 
 
-TEXT = ["--train_file", "text.txt", "--max_steps", "1"]
+TEXT = ["--train_file", "text.txt", "--max_seq_length", "16", "--max_steps", "1"]
 GLUE = ["--data_dir", ".", "--task_name", "sst2"]
 IMAGES = ["--train_dir", "train", "--validation_dir", "valid", "--max_steps", "1"]
 
