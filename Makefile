@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 CARD := $(BIN)/python scripts/model_card.py --license apache-2.0
 
-.PHONY: install demo demo-image demo-glue cards test test-slow test-hf lint format bench clean
+.PHONY: install demo demo-image demo-glue cards test test-slow test-hf fuzz lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -42,6 +42,10 @@ test-slow: install
 test-hf: install
 	$(BIN)/python tests/hf/fetch.py
 	HF_HUB_OFFLINE=1 $(TEST) tests/hf
+
+# Ten thousand random cases of each kind; every run draws others.
+fuzz: install
+	$(TEST) --hypothesis-profile=nightly tests/test_fuzz.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -37,11 +37,13 @@ from transformers import (
     AutoModelForMaskedLM,
     DataCollatorForLanguageModeling,
     DataCollatorForTokenClassification,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.hf_argparser import HfArg
 
+from lion_transformers import LionConfig
 from lion_transformers.scripts import training
 from lion_transformers.scripts.arguments import UsageError, parse_arguments, run
 from lion_transformers.scripts.batching import (
@@ -54,6 +56,7 @@ from lion_transformers.scripts.batching import (
     shuffled,
 )
 from lion_transformers.scripts.optimization import linear_schedule
+from lion_transformers.scripts.packing import PACKED_FEATURES, pack_documents
 from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
     TrainerState,
@@ -62,11 +65,11 @@ from lion_transformers.scripts.training import (
     accumulation_steps,
     adamw,
     backward_micro_batches,
+    begin,
     build_model,
     check_max_seq_length,
     check_range,
     evaluation_batches,
-    init_trackers,
     load_tokenizer,
     loading,
     prepare_training,
@@ -104,7 +107,11 @@ class DataArguments:
     shuffle_buffer_size: int = HfArg(default=10_000, help="Documents that a streamed data set is shuffled within.")
     max_seq_length: int = HfArg(default=128, help="Tokens in a sequence.")
     line_by_line: bool = HfArg(
-        default=False, help="Make every document one sequence, cut at max_seq_length, instead of packing."
+        default=False, help="Make every document one sequence, cut at max_seq_length, instead of joining them."
+    )
+    packing: bool = HfArg(
+        default=False,
+        help="Fill sequences with whole documents that do not see each other, instead of joining and cutting them.",
     )
     mlm_probability: float = HfArg(default=0.3, help="Share of tokens to predict in training.")
     eval_mlm_probability: float = HfArg(default=0.15, help="Share of tokens to predict in evaluation.")
@@ -118,6 +125,8 @@ class DataArguments:
         check_range(self, ["max_seq_length"], low=1)
         check_range(self, ["mlm_probability", "eval_mlm_probability"], low=0, below=1)
         check_range(self, ["validation_split_percentage"], low=0, below=100)
+        if self.packing and self.line_by_line:
+            raise UsageError("packing puts several documents into a sequence, line_by_line one: give one of them.")
 
 
 @dataclass
@@ -140,7 +149,13 @@ class PretrainingArguments(TrainingArguments):
 
 # Data: documents → sequences of token ids → masked micro-batches
 
+MAX_CHARACTERS = 10_000_000  # of a document: tokens take a hundred times the memory of their text
+
 SEQUENCE_FEATURES = Features({"input_ids": List(Value("int32")), "special_tokens_mask": List(Value("int8"))})
+
+
+def sequence_features(args: DataArguments) -> Features:
+    return PACKED_FEATURES if args.packing else SEQUENCE_FEATURES
 
 
 def load_documents(args: DataArguments, seed: int) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset]:
@@ -187,16 +202,27 @@ def encode(
     tokenizer: PreTrainedTokenizerBase,
     text_column: str,
     max_seq_length: int,
-    line_by_line: bool,
+    line_by_line: bool = False,
+    packing: bool = False,
 ) -> dict[str, list[list[int]]]:
     """Sequences from a batch of documents.
 
-    Packed, as run_mlm.py does it: documents with their special tokens are joined and cut into blocks of exactly
+    Joined, as run_mlm.py does it: documents with their special tokens are joined and cut into blocks of exactly
     `max_seq_length`; what is left over at the end of the batch is dropped. Line by line: one sequence a document.
+    Packed: as `pack_documents` does it, within the batch, so that a stream has no state between batches.
+
+    Raises:
+        UsageError: a document is too long to be tokenised at once.
     """
     texts = [text for text in batch[text_column] if text and not text.isspace()]
+    longest = max(map(len, texts), default=0)
+    if longest > MAX_CHARACTERS:
+        raise UsageError(
+            f"a document has {longest:,} characters, more than the {MAX_CHARACTERS:,} that are tokenised at once:"
+            " cut it into several."
+        )
     if not texts:
-        return {name: [] for name in SEQUENCE_FEATURES}
+        return {name: [] for name in (PACKED_FEATURES if packing else SEQUENCE_FEATURES)}
     encoded = tokenizer(
         texts,
         truncation=line_by_line,
@@ -204,6 +230,9 @@ def encode(
         return_special_tokens_mask=True,
         verbose=False,  # "longer than the model's maximum" does not apply to what is cut into blocks
     )
+    if packing:
+        documents = (encoded[name] for name in SEQUENCE_FEATURES)
+        return pack_documents(*documents, max_seq_length, tokenizer.pad_token_id)
     if line_by_line:
         return {name: encoded[name] for name in SEQUENCE_FEATURES}
     return {name: _blocks(encoded[name], max_seq_length) for name in SEQUENCE_FEATURES}
@@ -223,12 +252,13 @@ def encode_documents(
         encode,
         batched=True,
         remove_columns=columns,
-        features=SEQUENCE_FEATURES,
+        features=sequence_features(args),
         fn_kwargs={
             "tokenizer": tokenizer,
             "text_column": args.text_column,
             "max_seq_length": args.max_seq_length,
             "line_by_line": args.line_by_line,
+            "packing": args.packing,
         },
         **on_disk,
     )
@@ -241,7 +271,7 @@ def mask_once(
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=mlm_probability, seed=seed + indices[0])
     examples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
     masked = [collator([example]) for example in examples]
-    return {name: [row[name][0].tolist() for row in masked] for name in ["input_ids", "labels"]}
+    return {name: [row[name][0].tolist() for row in masked] for name in masked[0]}
 
 
 @dataclass
@@ -298,7 +328,7 @@ def load_sequences(
         # Evaluation needs a length, so that sequences are counted once over several processes.
         first = itertools.islice(evaluation, args.max_eval_samples)
         rows = list(datasets.utils.tqdm(first, desc="Reading the validation text", total=args.max_eval_samples))
-        evaluation = Dataset.from_list(rows, SEQUENCE_FEATURES)
+        evaluation = Dataset.from_list(rows, sequence_features(args))
         sequences = functools.partial(masked_stream, train, tokenizer, args, seed)
     else:
         collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=args.mlm_probability)
@@ -353,6 +383,15 @@ def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, max_seq
     if model.config.vocab_size < len(tokenizer):
         model.resize_token_embeddings(padded_vocab_size)
     return model
+
+
+def check_packing(config: PreTrainedConfig) -> None:
+    """Refuse other families: the attention of Transformers' encoders does not look at where positions restart."""
+    if config.model_type != LionConfig.model_type:
+        raise UsageError(
+            f"packing needs a model that keeps the documents of a sequence apart, as lion does; {config.model_type}"
+            " would see them all: give line_by_line instead."
+        )
 
 
 # Training and evaluation
@@ -526,12 +565,14 @@ def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoi
         ["mask_token", "pad_token"],
         "masked language modelling",
     )
+    set_seed(args.seed)
+    model = load_model(model_args, tokenizer, data_args.max_seq_length)  # a wrong one is found before hours of reading
+    if data_args.packing:
+        check_packing(model.config)
     with accelerator.main_process_first():
         train, evaluation = load_sequences(data_args, tokenizer, args.seed)
     max_steps = count_steps(args, train, num_micro_batches * at_once)
     state = TrainerState(**checkpoint.state) if checkpoint else TrainerState(max_steps)
-    set_seed(args.seed)
-    model = load_model(model_args, tokenizer, data_args.max_seq_length)
     optimizer = adamw(model, args, args.learning_rate)
     scheduler = linear_schedule(optimizer, max_steps, args.warmup_ratio, args.final_lr_ratio)
     padding = DataCollatorForTokenClassification(tokenizer)  # pads labels along with their sequences
@@ -581,7 +622,7 @@ def main() -> None:
     arguments = Arguments(*parse_arguments([kind.type for kind in fields(Arguments)], None, __doc__))
     accelerator, checkpoint = start(arguments.training, arguments.flat)
     pretraining = prepare(arguments, accelerator, checkpoint)
-    init_trackers(accelerator, "pretrain_mlm", arguments.flat, pretraining.state.step)
+    begin(accelerator, "pretrain_mlm", arguments.flat, checkpoint)
     with stopping_on_sigterm(accelerator):
         train_and_save(pretraining, started)
     accelerator.end_training()

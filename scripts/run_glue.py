@@ -71,11 +71,11 @@ from lion_transformers.scripts.training import (
     accumulation_steps,
     adamw,
     backward_full_batches,
+    begin,
     build_model,
     check_max_seq_length,
     check_range,
     evaluation_batches,
-    init_trackers,
     load_pretrained_config,
     load_tokenizer,
     make_accelerator,
@@ -529,7 +529,7 @@ def train_and_save(job: Job, splits: dict[str, Dataset], tokenizer: PreTrainedTo
     if accelerator.is_main_process:
         tqdm.write(f"{job.task.title}, seed {job.seed}:")
     glue_run = prepare(job, model_args, splits, tokenizer, accelerator, checkpoint)
-    init_trackers(accelerator, "run_glue", job.arguments.flat, glue_run.state.step)
+    begin(accelerator, "run_glue", job.arguments.flat, checkpoint)
     with stopping_on_sigterm(accelerator):
         glue_run.train()
         glue_run.predict_test_sets()

@@ -49,7 +49,7 @@ from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 from lion_transformers.configuration_lion import as_pair
-from lion_transformers.scripts.arguments import UsageError, one_line, parse_arguments, run
+from lion_transformers.scripts.arguments import UsageError, one_line, parse_arguments, run, why_not_loaded
 from lion_transformers.scripts.batching import Batches, check_first_batch, endless_batches, shuffled
 from lion_transformers.scripts.checkpointing import atomic_write, write_json
 from lion_transformers.scripts.images import (
@@ -78,11 +78,11 @@ from lion_transformers.scripts.training import (
     accumulation_steps,
     adamw,
     backward_full_batches,
+    begin,
     build_model,
     check_range,
     copy_weights,
     evaluation_batches,
-    init_trackers,
     load_pretrained_config,
     prepare_training,
     provenance,
@@ -269,9 +269,9 @@ def load_teacher(name: str, student: PreTrainedModel, processor: ViTImageProcess
         UsageError: it cannot be loaded, or its classes, channels or size are not the student's.
     """
     try:
-        model = AutoModelForImageClassification.from_pretrained(name, dtype=torch.float32)
+        model = AutoModelForImageClassification.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot load the teacher {name}: {one_line(error)}") from error
+        raise UsageError(f"cannot load the teacher {name}: {why_not_loaded(error)}") from error
     config, student_config = model.config, student.config
     if config.num_labels != student_config.num_labels:
         raise UsageError(f"the teacher has {config.num_labels} labels, the student {student_config.num_labels}.")
@@ -708,7 +708,7 @@ def main() -> None:
         evaluate_and_save(arguments, accelerator)
     else:
         classification = prepare(arguments, accelerator, checkpoint)
-        init_trackers(accelerator, "train_image_classification", arguments.flat, classification.state.step)
+        begin(accelerator, "train_image_classification", arguments.flat, checkpoint)
         with stopping_on_sigterm(accelerator):
             train_and_save(classification, started)
     accelerator.end_training()

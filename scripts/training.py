@@ -42,7 +42,7 @@ from transformers import (
 from transformers.hf_argparser import HfArg
 
 import lion_transformers
-from lion_transformers.scripts.arguments import KeyValues, MergeKeyValues, UsageError, one_line
+from lion_transformers.scripts.arguments import KeyValues, MergeKeyValues, UsageError, one_line, why_not_loaded
 from lion_transformers.scripts.batching import Batches, derived_seed
 from lion_transformers.scripts.checkpointing import (
     atomic_write,
@@ -178,11 +178,7 @@ def start(
     checkpoint = folder and read_on_main_process(accelerator, folder)
     if checkpoint:
         checkpoint.check_arguments(record, free)
-    if accelerator.is_main_process:
-        if checkpoint is None:
-            clear_output_dir(output_dir)
-        else:
-            clear_unfinished(output_dir, after_step=checkpoint.state["step"])
+        if accelerator.is_main_process:
             tqdm.write(f"{checkpoint.folder}: going on from step {checkpoint.state['step']}")
     return accelerator, checkpoint
 
@@ -223,10 +219,16 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
     return accelerator
 
 
-def init_trackers(accelerator: Accelerator, name: str, arguments: dict[str, Any], step: int) -> None:
-    """Begin to log, or go on after `step`: what was logged beyond it is replaced."""
-    config = {argument: str(value) for argument, value in arguments.items()}
-    accelerator.init_trackers(name, config, init_kwargs={"tensorboard": {"purge_step": step + 1}} if step else {})
+def begin(accelerator: Accelerator, name: str, arguments: dict[str, Any], checkpoint: Checkpoint | None) -> None:
+    """Remove what an earlier run left beyond the checkpoint, and log from there on.
+
+    To be called once data and model are known to be good: a run that fails before costs nothing that was written.
+    """
+    output_dir, step = Path(arguments["output_dir"]), checkpoint.state["step"] if checkpoint else None
+    if accelerator.is_main_process:
+        clear_output_dir(output_dir) if checkpoint is None else clear_unfinished(output_dir, after_step=step)
+    options = {"tensorboard": {"purge_step": step + 1}} if step else {}
+    accelerator.init_trackers(name, {argument: str(value) for argument, value in arguments.items()}, options)
 
 
 # The end of a run that the machine's owner asks for
@@ -316,22 +318,23 @@ def build_model(args: ModelArguments, auto_class: type, settings: dict[str, Any]
         raise UsageError(f"unknown model_type {args.model_type}.")
     try:
         if name:
-            config = AutoConfig.from_pretrained(name, **settings)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False, **settings)
         else:
             config = AutoConfig.for_model(args.model_type, **settings)
         if args.model_name_or_path:
-            return auto_class.from_pretrained(name, config=config, dtype=torch.float32, **loading)
+            loading = {"config": config, "dtype": torch.float32, "trust_remote_code": False, **loading}
+            return auto_class.from_pretrained(name, **loading)
         return auto_class.from_config(config, dtype=torch.float32)
     # RuntimeError: weights of other sizes; KeyError: an activation that is not there.
     except (OSError, ValueError, TypeError, RuntimeError, KeyError, StrictDataclassError) as error:
-        raise UsageError(f"cannot make the model {name or args.model_type}: {one_line(error)}") from error
+        raise UsageError(f"cannot make the model {name or args.model_type}: {why_not_loaded(error)}") from error
 
 
 def load_pretrained_config(args: ModelArguments) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(args.model_name_or_path)
+        return AutoConfig.from_pretrained(args.model_name_or_path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot load the model {args.model_name_or_path}: {one_line(error)}") from error
+        raise UsageError(f"cannot load the model {args.model_name_or_path}: {why_not_loaded(error)}") from error
 
 
 def load_tokenizer(name: str | None, needed: list[str], purpose: str) -> PreTrainedTokenizerBase:
@@ -339,9 +342,9 @@ def load_tokenizer(name: str | None, needed: list[str], purpose: str) -> PreTrai
     if name is None:
         raise UsageError("give a tokenizer_name: a folder or a name on the Hub.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot load the tokenizer {name}: {one_line(error)}") from error
+        raise UsageError(f"cannot load the tokenizer {name}: {why_not_loaded(error)}") from error
     for token in needed:
         if getattr(tokenizer, token) is None:
             raise UsageError(f"the tokenizer {name} has no {token}, which {purpose} needs.")

@@ -71,6 +71,11 @@ def streamed_mlm(*options):
     return command[0], [*command[1], "--train_file", "0.txt", "1.txt", "2.txt", *options]
 
 
+def packed_mlm(command):
+    module, argv = command
+    return module, [each.replace("--line_by_line", "--packing") for each in argv]
+
+
 def glue():
     write_tokenizer()
     Path("data/SST-2").mkdir(parents=True)
@@ -104,6 +109,8 @@ KINDS = {
     "text in worker processes": lambda: mlm("--dataloader_num_workers", "2"),
     "streamed text": streamed_mlm,
     "streamed text in a worker process": lambda: streamed_mlm("--dataloader_num_workers", "1"),
+    "packed text": lambda: packed_mlm(mlm()),
+    "streamed packed text": lambda: packed_mlm(streamed_mlm()),
     "GLUE": glue,
     "images": images,
 }
@@ -307,8 +314,14 @@ def test_the_latest_checkpoint_is_the_one_of_the_highest_step(train):
     assert list(train("--resume_from_checkpoint", "latest")) == []  # 10, not 9
 
 
-def test_a_run_begins_anew_when_it_is_told_to(train):
+def test_a_run_begins_anew_when_it_is_told_to(train, capsys):
+    """But only once it is known that it can: until then nothing of the earlier run is lost."""
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    for wrong in ["--config=num_attention_heads=3", "--train_file=nowhere.txt", "--per_device_train_batch_size=40"]:
+        failure(train, capsys, "--overwrite_output_dir", "--global_train_batch_size", "40", wrong)
+        assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
     assert list(train("--overwrite_output_dir")) == list(range(10))
+    assert list_checkpoints(Path("out")) == [9, 10]
 
 
 def test_checkpoints_of_other_runs_are_refused(train, capsys):
