@@ -533,13 +533,12 @@ def train_and_save(job: Job, splits: dict[str, Dataset], tokenizer: PreTrainedTo
     with stopping_on_sigterm(accelerator):
         glue_run.train()
         glue_run.predict_test_sets()
-    if accelerator.is_main_process:
-        glue_run.save_results(
-            time.perf_counter() - started,
-            task=job.task.name,
-            seed=job.seed,
-            started_from=model_args.model_name_or_path,
-        )
+    glue_run.save_results(
+        time.perf_counter() - started,
+        task=job.task.name,
+        seed=job.seed,
+        started_from=model_args.model_name_or_path,
+    )
     for tracker in accelerator.trackers:
         tracker.finish()
     accelerator.free_memory()

@@ -667,13 +667,14 @@ def train_and_save(classification: ClassificationRun, started: float) -> None:
     resolutions = {evaluator.first: metrics}
     for resolution in evaluator.others:
         resolutions[resolution], _ = classification.evaluate_at(resolution)
-    if not classification.accelerator.is_main_process:
-        return
-    save_pictures(classification.output_dir, predictions, evaluator.images, classification.final_model.config)
+    is_main = classification.accelerator.is_main_process
+    if is_main:
+        save_pictures(classification.output_dir, predictions, evaluator.images, classification.final_model.config)
     results = classification.save_results(time.perf_counter() - started, resolutions=resolutions)
-    print(f"before: {describe(results['before'])}")
-    print_resolutions(resolutions)
-    print(f"{results['images_per_second']:,.0f} images per second; everything is in {classification.output_dir}")
+    if is_main:
+        print(f"before: {describe(results['before'])}")
+        print_resolutions(resolutions)
+        print(f"{results['images_per_second']:,.0f} images per second; everything is in {classification.output_dir}")
 
 
 def evaluate_and_save(arguments: Arguments, accelerator: Accelerator) -> None:

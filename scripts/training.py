@@ -29,6 +29,7 @@ from huggingface_hub.errors import StrictDataclassError
 from matplotlib.figure import Figure
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import (
@@ -386,9 +387,15 @@ def prepare_training(
 
 def save_weights(accelerator: Accelerator, models: list[nn.Module], weights: list[dict], folder: Path) -> None:
     """In place of Accelerate's own weights file, one that from_pretrained reads."""
-    if accelerator.is_main_process:
-        accelerator.unwrap_model(models[0]).save_pretrained(folder)
+    save_whole_model(accelerator, models[0], folder)
     weights.clear()
+
+
+def save_whole_model(accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
+    """One folder of a model whose weights may be divided over processes: all have to ask, the main one writes."""
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
 
 
 def load_weights(accelerator: Accelerator, models: list[nn.Module], folder: Path) -> None:
@@ -399,9 +406,9 @@ def load_weights(accelerator: Accelerator, models: list[nn.Module], folder: Path
 
 
 def copy_weights(folder: Path, model: PreTrainedModel) -> None:
-    """Give a model the weights of one of its own class in `folder`."""
+    """Give a model, whose weights may be divided over processes, those of one of its own class in `folder`."""
     saved = type(model).from_pretrained(folder, dtype=torch.float32)
-    model.load_state_dict(saved.state_dict())
+    set_model_state_dict(model, saved.state_dict(), options=StateDictOptions(full_state_dict=True))
 
 
 # The run
@@ -721,10 +728,11 @@ class TrainingRun:
             self.state.best_step, self.state.best_metric = self.state.step, metric
 
     def save_results(self, wall_seconds: float, **more: Any) -> dict[str, Any]:
-        """The model, a plot and, last of all, results.json with `more` in it: where it is, the run is complete."""
+        """The model, a plot and, last of all, results.json with `more` in it: where it is, the run is complete.
+
+        All processes have to ask, the main one writes.
+        """
         self.save_model()
-        plot = functools.partial(plot_losses, self.state.history, self.loss_label)
-        atomic_write(self.output_dir / "loss_curve.png", plot)
         evaluations = {entry["step"]: entry for entry in self.state.history if "eval_loss" in entry}
         results = {
             "before": evaluations[0],
@@ -738,20 +746,24 @@ class TrainingRun:
             **provenance(self.final_model, self.record),
             "history": self.state.history,
         }
-        write_json(self.output_dir / "results.json", results)
+        if self.accelerator.is_main_process:
+            plot = functools.partial(plot_losses, self.state.history, self.loss_label)
+            atomic_write(self.output_dir / "loss_curve.png", plot)
+            write_json(self.output_dir / "results.json", results)
         return results
 
     def save_model(self) -> None:
         folder = self.output_dir / "model"
-        self.final_model.save_pretrained(unfinished(folder))
-        self.save_processor(unfinished(folder))
-        publish_files(folder, self.output_dir)
+        save_whole_model(self.accelerator, self.final_model, unfinished(folder))
+        if self.accelerator.is_main_process:
+            self.save_processor(unfinished(folder))
+            publish_files(folder, self.output_dir)
 
 
 def provenance(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
     """What results came from: the model, the arguments and the versions of the libraries."""
     return {
-        "model": {"class": type(model).__name__, "parameters": model.num_parameters()},
+        "model": {"class": type(model).__name__.removeprefix("FSDP"), "parameters": model.num_parameters()},
         "arguments": arguments,
         "versions": {
             "python": platform.python_version(),
