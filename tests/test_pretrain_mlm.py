@@ -377,13 +377,21 @@ folder = sys.argv[1]
 model = AutoModelForMaskedLM.from_pretrained(folder)
 batches = torch.load(f"{folder}/batches.pt")
 rows = [{name: value[row] for name, value in batch.items()} for batch in batches for row in range(2)]
-model, loader = accelerator.prepare(model, DataLoader(rows[:7], batch_size=2))
-metrics = evaluate(accelerator, model, loader)
+model = accelerator.prepare(model)
+loaders = [accelerator.prepare(DataLoader(rows[:7], batch_size=size)) for size in (1, 2, 3, 7)]
+metrics = [evaluate(accelerator, model, loader) for loader in loaders]
+without = []  # targets in one process, then in both
+for own in [batches[1 + accelerator.process_index], batches[2]]:
+    loss, counts = accumulate_gradients(accelerator, model, [own])
+    norm = accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+    without.append((accelerator.reduce(loss, "sum").item(), counts[0].item(), norm.item()))
+    model.zero_grad()
 loss, counts = accumulate_gradients(accelerator, model, batches[accelerator.process_index :: 2])
 loss = accelerator.reduce(loss, "sum")
 if accelerator.is_main_process:
     gradients = {name: parameter.grad for name, parameter in accelerator.unwrap_model(model).named_parameters()}
-    torch.save({"gradients": gradients, "counts": counts, "loss": loss, "metrics": metrics}, f"{folder}/result.pt")
+    torch.save({"gradients": gradients, "counts": counts, "loss": loss}, f"{folder}/result.pt")
+    torch.save({"metrics": metrics, "without": without}, f"{folder}/more.pt")
 accelerator.end_training()
 """
 
@@ -402,8 +410,17 @@ def test_two_processes_compute_what_one_large_batch_does(tiny_bert, tmp_path):
         torch.testing.assert_close(result["gradients"][name], gradient, rtol=1e-5, atol=1e-6, msg=name)
     # Seven sequences do not divide by two processes: none is counted twice.
     whole = {name: torch.cat([batch[name] for batch in UNEVEN])[:7] for name in UNEVEN[0]}
-    assert result["metrics"]["eval_targets"] == (whole["labels"] != -100).sum()
-    assert result["metrics"]["eval_loss"] == pytest.approx(tiny_bert.eval()(**whole).loss.item(), rel=1e-6)
+    more = torch.load(tmp_path / "more.pt")
+    loss = tiny_bert.eval()(**whole).loss.item()
+    for metrics in more["metrics"]:  # of batches of 1, 2, 3 and 7
+        assert metrics["eval_targets"] == (whole["labels"] != -100).sum()
+        assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-6)
+        assert metrics["eval_perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    # A process without targets adds nothing; where none has any, nothing happens.
+    mean_loss, expected = gradients_of_one_large_batch(tiny_bert, UNEVEN[1:2])
+    norm = math.sqrt(sum(gradient.double().pow(2).sum().item() for gradient in expected.values()))
+    assert more["without"][0] == pytest.approx((30 * mean_loss, 30, norm), rel=1e-5)
+    assert more["without"][1] == (0.0, 0, 0.0)
 
 
 # Data
