@@ -20,23 +20,19 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
 pytestmark = pytest.mark.usefixtures("isolated_run")
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "zero2", "zero3"])
 @pytest.mark.parametrize("machines", [1, 2])
-def test_configuration_files_are_read_by_accelerate(name, machines):
-    file = CONFIGS / f"{name}{'_several_machines' if machines > 1 else ''}.yaml"
+def test_configuration_files_are_read_by_accelerate(machines):
+    file = CONFIGS / f"fsdp2{'_several_machines' if machines > 1 else ''}.yaml"
     config = load_config_from_file(str(file))
     assert config.num_machines == machines and config.num_processes == 8 * machines
-    if name == "fsdp2":
-        assert config.distributed_type == "FSDP" and config.fsdp_config["fsdp_version"] == 2
-        layer = config.fsdp_config["fsdp_transformer_layer_cls_to_wrap"]
-        model = LionModel(LionConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
-        assert {type(each).__name__ for each in model.layers} == {layer} and layer in model._no_split_modules
-    else:
-        assert config.distributed_type == "DEEPSPEED" and config.deepspeed_config["zero_stage"] == int(name[-1])
+    assert config.distributed_type == "FSDP" and config.fsdp_config["fsdp_version"] == 2
+    layer = config.fsdp_config["fsdp_transformer_layer_cls_to_wrap"]
+    model = LionModel(LionConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    assert {type(each).__name__ for each in model.layers} == {layer} and layer in model._no_split_modules
 
 
 def test_every_configuration_file_is_tested():
-    assert len(list(CONFIGS.iterdir())) == 6
+    assert len(list(CONFIGS.iterdir())) == 2
 
 
 # Accelerate divides weights over GPUs only; on CPUs the test says to it what it would say to itself.
@@ -75,6 +71,7 @@ run(pretrain_mlm.main)
 """
 
 
+@pytest.mark.slow  # two launches of two processes
 def test_weights_divided_over_two_processes_are_trained_saved_whole_and_resumed(monkeypatch, tmp_path):
     """Stopped after step 5 and resumed: the run of one process."""
     train = Trainer(monkeypatch, "text")
