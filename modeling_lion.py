@@ -207,7 +207,7 @@ class LionAttention(nn.Module):
         dropout_p = self.config.attention_probs_dropout_prob if self.training and attn_mode == "parallel" else 0.0
 
         output = lion_attention(
-            self._map_features(query) * self.scaling,
+            self._map_features(query),
             self._map_features(key),
             value,
             self._log_decay(hidden_states, scan),
@@ -218,6 +218,7 @@ class LionAttention(nn.Module):
             scan=scan,
             direction=self.direction,
             diagonal=self.config.diagonal,
+            scale=self.scaling,
             normalize=self.config.normalize,
             dropout_p=dropout_p,
             return_weights=output_attentions,
