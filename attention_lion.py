@@ -32,7 +32,7 @@ DIAGONALS = ("balanced", "doubled")
 
 # Longest sequence that "auto" computes in parallel form, from `scripts/benchmark.py forms`: without decays the chunk
 # form is two small products and wins almost at once.
-PARALLEL_MAX_LENGTH = 256
+PARALLEL_MAX_LENGTH = 64
 PARALLEL_MAX_LENGTH_WITHOUT_DECAY = 32
 
 # Decays whose logarithm lies below this are exactly zero. They are far below a rounding error of the diagonal and of
@@ -83,9 +83,9 @@ def lion_attention(
     """Bidirectional linear attention with decays, the equation at the head of this module.
 
     Decays, states and row sums are computed and accumulated in float32, also under autocast and for half-precision
-    inputs; float64 inputs stay float64 throughout. Products of bfloat16 inputs are bfloat16 products with sums in
-    float32, in the parallel and in the chunk form under decays; everything else is computed in float32. All three
-    modes have the same values and the same gradients. (Only the parallel form can be differentiated twice.)
+    inputs; float64 inputs stay float64 throughout. So are products, except that the chunk form under decays multiplies
+    bfloat16 values and states in bfloat16. All three modes have the same values and the same gradients. (Only the
+    parallel form can be differentiated twice.)
 
     Args:
         q: Queries after feature map, `(batch, heads, length, head_dim)`.
@@ -127,7 +127,7 @@ def lion_attention(
 
     output_dtype, weights_dtype = v.dtype, q.dtype
     with _full_precision(q.device.type):
-        dtype = _product_dtype(q, k, v)
+        dtype = _product_dtype(q, k, v) if mode == "chunk" else _sum_dtype(q.dtype)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         log_decay = None if log_decay is None else log_decay.to(_sum_dtype(dtype))
         if key_mask is not None:
@@ -393,13 +393,13 @@ def _decays_between(across):
 def _parallel_form(q, k, v, gates, scan, scale, diagonal, eps, dropout_p, return_weights):
     weights = (q * scale) @ k.mT  # (batch, heads, length, length)
     if gates is not None:
-        weights = weights * _mean_decay_mask(gates, scan, q.shape[2]).to(weights.dtype)
+        weights = weights * _mean_decay_mask(gates, scan, q.shape[2])
     if diagonal == "doubled":
         weights = weights + weights.diagonal(dim1=-2, dim2=-1).diag_embed()
-    row_sums = None if eps is None else weights.sum(-1, keepdim=True, dtype=_sum_dtype(q.dtype))
+    row_sums = None if eps is None else weights.sum(-1, keepdim=True)
     if return_weights and row_sums is not None:
         # The matrix that is returned is the one that is applied: gradients of the output reach it.
-        weights, row_sums = (weights / (row_sums + eps)).to(v.dtype), None
+        weights, row_sums = weights / (row_sums + eps), None
     values = nn.functional.dropout(weights, dropout_p) @ v
     return values if row_sums is None else values / (row_sums + eps), weights
 
@@ -488,9 +488,8 @@ def _attend_by_tiles(q, k, v, rightward, leftward, options):
     output = v.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)  # heads side by side, as they are used
     row_sums = None if options.eps is None else v.new_empty(batch, heads, length, 1, dtype=_sum_dtype(v.dtype))
     for tile in _tiles(q):
-        values, sums = _attend(
-            *(x[tile] for x in (q, k, v)), *(_cut(g, *tile) for g in (rightward, leftward)), options
-        )
+        gates = (_cut(g, *tile) for g in (rightward, leftward))
+        values, sums = _attend(*(x[tile].contiguous() for x in (q, k, v)), *gates, options)
         output[tile] = values
         if row_sums is not None:
             row_sums[tile] = sums
@@ -508,7 +507,6 @@ def _attend(q, k, v, rightward, leftward, options):
         sums_n = _attend_blocks(q_n, k_n, v_n, decays, mask)
         sums_n = _in_order(sums_n.flatten(2, 3)[:, :, : q.shape[2]], inverse)
         sums = sums_n if sums is None else sums + sums_n
-    sums = sums * (options.scale / len(orders))
     if options.eps is None:
         return sums, None
     row_sums = sums[..., width : width + 1].to(_sum_dtype(v.dtype)) + options.eps
@@ -531,12 +529,16 @@ def _make_blocks(q, k, v, rightward, leftward, order, options):
     if not torch.compiler.is_exporting():  # an exported program serves every length, with blocks of one size
         size = min(size, length)
     blocks = _count_blocks(length, size)
-    q, k, v = (_split_blocks(_in_order(x, order), blocks, size, -2).contiguous() for x in (q, k, v))
+    q, k, v = (_split_blocks(_in_order(x, order), blocks, size, -2) for x in (q, k, v))
     rightward, leftward = (_split_gates(g, blocks, size) for g in (rightward, leftward))
     mask = _decay_mask(rightward, leftward)  # (batch or 1, heads or 1, blocks or 1, C, C)
     if options.diagonal == "doubled":
         mask = mask + torch.eye(size, dtype=mask.dtype, device=mask.device)
-    return q, k, v, _edge_decays(rightward, leftward), mask.to(q.dtype)
+    decays = _edge_decays(rightward, leftward)
+    factor = options.scale / len(options.orders())
+    if factor != 1.0:  # every way from a query to a key goes once through one of these
+        mask, decays = mask * factor, decays._replace(enter=decays.enter * factor)
+    return q, k, v, decays, mask
 
 
 def _split_gates(gates, blocks, size):
@@ -552,14 +554,19 @@ def _attend_blocks(q, k, v, decays, mask):
     Every block (1) attends to itself, both triangles in one score block, (2) sums up what it hands on to its right and
     to its left, (3) receives what the other blocks handed on, (4) lets its queries read that.
     """
-    sums = ((q @ k.mT) * mask) @ v
-    if q.shape[2] == 1 and not torch.compiler.is_exporting():
+    sums = _weigh(q, k, mask).to(v.dtype) @ v
+    if not torch.compiler.is_exporting() and q.shape[2] == 1:
         return sums
     handed_on = _both_ways(k, decays.leave).mT @ v  # (batch, heads, blocks, 2 · head_dim, value_dim)
     received = _carry_both(handed_on, decays.across)
     q_entering = _both_ways(q, decays.enter)  # (batch, heads, blocks, C, 2 · head_dim)
     sums.flatten(0, 2).baddbmm_(q_entering.flatten(0, 2), received.flatten(0, 2))
     return sums
+
+
+def _weigh(q, k, mask):
+    """Weights of the keys of a block for its queries, `(batch, heads, blocks, C, C)` in float32."""
+    return (q.to(mask.dtype) @ k.to(mask.dtype).mT) * mask
 
 
 def _both_ways(x, decays):
@@ -648,7 +655,7 @@ def _backward_by_tiles(q, k, v, rightward, leftward, output, row_sums, grad, opt
     for tile in _tiles(q):
         gates = [_cut(g, *tile) for g in (rightward, leftward)]
         division = None if row_sums is None else (output[tile], row_sums[tile])
-        of_tile = _backward(*(x[tile] for x in (q, k, v)), *gates, division, grad[tile], options)
+        of_tile = _backward(*(x[tile].contiguous() for x in (q, k, v)), *gates, division, grad[tile], options)
         for whole, part in zip(grads, of_tile[:3], strict=True):
             whole[tile] = part
         for whole, part in zip(grad_gates, of_tile[3:], strict=True):
@@ -659,14 +666,13 @@ def _backward_by_tiles(q, k, v, rightward, leftward, output, row_sums, grad, opt
 
 def _backward(q, k, v, rightward, leftward, division, grad, options):
     length, width, orders = q.shape[2], v.shape[3], options.orders()
-    grad = grad * (options.scale / len(orders))
     if options.eps is not None:
-        v = _with_ones(v)
-        grad = _grad_of_sums(grad, *division)
+        v, grad = _with_ones(v), _grad_of_sums(grad, *division)
+    grad = grad.contiguous()
     grads, grad_gates = [], []
     for (order, inverse), right, left in zip(orders, rightward, leftward, strict=True):
         blocks = _make_blocks(q, k, v, right, left, order, options)
-        grad_n = _split_blocks(_in_order(grad, order), *blocks[0].shape[2:4], -2).contiguous()
+        grad_n = _split_blocks(_in_order(grad, order), *blocks[0].shape[2:4], -2)
         *of_blocks, to_right, to_left = _backward_blocks(*blocks, grad_n)
         grads.append([_in_order(x.flatten(2, 3)[:, :, :length], inverse) for x in of_blocks])
         grad_gates.append([x.flatten(2)[..., :length] for x in (to_right, to_left)])
@@ -689,11 +695,11 @@ def _grad_of_sums(grad, output, row_sums):
 
 def _backward_blocks(q, k, v, decays, mask, grad):
     """Gradients of `_attend_blocks` by q, k and v, and by the gates to the right and to the left `(…, blocks, C)`."""
-    weights = (q @ k.mT) * mask
-    grad_v = weights.mT @ grad
+    weights = _weigh(q, k, mask)
+    grad_v = weights.to(v.dtype).mT @ grad
     grad_scores = grad @ v.mT
     weights *= grad_scores  # gradient by the logarithms of the decays in the mask
-    grad_scores *= mask
+    grad_scores = (grad_scores * mask).to(v.dtype)
     grad_q, grad_k = grad_scores @ k, grad_scores.mT @ q
     k_leaving, q_entering = _both_ways(k, decays.leave), _both_ways(q, decays.enter)
     received = _carry_both(k_leaving.mT @ v, decays.across)
@@ -755,7 +761,7 @@ def _undecayed_form(q, k, v, scale, diagonal, eps):
 def _rnn_form(q, k, v, gates, scan, scale, diagonal, eps, chunk_size):
     """Σ_j M_ij (q_i·k_j) v_j by recurrences; several scan orders are walked at once, as if they were heads."""
     q, k, v, width = _with_float_sums(q, k, v, eps)
-    q_n, k_n, v_n, rightward, leftward = q * scale, k, v, None, None
+    q_n, k_n, v_n, rightward, leftward = q, k, v, None, None
     if gates is not None:
         heads = q.shape[1]
         rightward, leftward = (g.expand(-1, -1, heads, -1).movedim(0, 1).flatten(1, 2) for g in gates)
@@ -765,7 +771,7 @@ def _rnn_form(q, k, v, gates, scan, scale, diagonal, eps, chunk_size):
     if gates is not None and scan is not None:
         sums = zip(sums.unflatten(1, (len(scan[0]), -1)).unbind(1), scan[1], strict=True)
         sums = sum(_in_order(x, inverse) for x, inverse in sums) / len(scan[0])
-    return _divide(sums, q, k, v, width, scale, diagonal, eps)
+    return _divide(sums if scale == 1.0 else sums * scale, q, k, v, width, scale, diagonal, eps)
 
 
 def _with_float_sums(q, k, v, eps):
