@@ -60,6 +60,9 @@ _ONES_WIDTH = 8
 # The recurrence stages this many tokens at a time, so that each step reads contiguous memory.
 _RECURRENCE_TILE = 64
 
+# Tokens after which the recurrence sets to zero what has faded.
+_RECURRENCE_CLEANING = 16
+
 
 def lion_attention(
     q: torch.Tensor,
@@ -84,8 +87,8 @@ def lion_attention(
 
     Decays, states and row sums are computed and accumulated in float32, also under autocast and for half-precision
     inputs; float64 inputs stay float64 throughout. So are products, except that the chunk form under decays multiplies
-    bfloat16 values and states in bfloat16. All three modes have the same values and the same gradients. (Only the
-    parallel form can be differentiated twice.)
+    bfloat16 inputs in bfloat16. All three modes have the same values and the same gradients. (Only the parallel form
+    can be differentiated twice.)
 
     Args:
         q: Queries after feature map, `(batch, heads, length, head_dim)`.
@@ -554,7 +557,7 @@ def _attend_blocks(q, k, v, decays, mask):
     Every block (1) attends to itself, both triangles in one score block, (2) sums up what it hands on to its right and
     to its left, (3) receives what the other blocks handed on, (4) lets its queries read that.
     """
-    sums = _weigh(q, k, mask).to(v.dtype) @ v
+    sums = ((q @ k.mT) * mask).to(v.dtype) @ v
     if not torch.compiler.is_exporting() and q.shape[2] == 1:
         return sums
     handed_on = _both_ways(k, decays.leave).mT @ v  # (batch, heads, blocks, 2 · head_dim, value_dim)
@@ -562,11 +565,6 @@ def _attend_blocks(q, k, v, decays, mask):
     q_entering = _both_ways(q, decays.enter)  # (batch, heads, blocks, C, 2 · head_dim)
     sums.flatten(0, 2).baddbmm_(q_entering.flatten(0, 2), received.flatten(0, 2))
     return sums
-
-
-def _weigh(q, k, mask):
-    """Weights of the keys of a block for its queries, `(batch, heads, blocks, C, C)` in float32."""
-    return (q.to(mask.dtype) @ k.to(mask.dtype).mT) * mask
 
 
 def _both_ways(x, decays):
@@ -695,7 +693,7 @@ def _grad_of_sums(grad, output, row_sums):
 
 def _backward_blocks(q, k, v, decays, mask, grad):
     """Gradients of `_attend_blocks` by q, k and v, and by the gates to the right and to the left `(…, blocks, C)`."""
-    weights = _weigh(q, k, mask)
+    weights = (q @ k.mT) * mask
     grad_v = weights.to(v.dtype).mT @ grad
     grad_scores = grad @ v.mT
     weights *= grad_scores  # gradient by the logarithms of the decays in the mask
@@ -826,22 +824,23 @@ def _recur(q, k, v, rightward, leftward):
         stop = min(start + _RECURRENCE_TILE, length)
         ahead, back = slice(start, stop), slice(length - stop, length - start)
         queries, keys, values = (_mirrored_tile(x, x, ahead, back) for x in (q, k, v))  # (T, 2 · batch · heads, ·)
-        decays = None
+        decays = [None] * (stop - start)
         if rightward is not None:
-            shape = q.shape[:3]
-            tile = _mirrored_tile(rightward.expand(shape)[..., None], leftward.expand(shape)[..., None], ahead, back)
-            decays = _exp(tile, q.dtype)[..., None]  # (T, 2 · batch · heads, 1, 1)
+            gates = (g.expand(q.shape[:3])[..., None] for g in (rightward, leftward))
+            decays = _exp(_mirrored_tile(*gates, ahead, back), q.dtype)[..., None].unbind()
         read = values.new_empty(values.shape)
-        for i in range(stop - start):
-            torch.bmm(queries[i, :, None], states, out=read[i, :, None])
-            states.baddbmm_(keys[i, :, :, None], values[i, :, None])
-            if decays is not None:
-                states.mul_(decays[i])
+        steps = zip(queries[:, :, None], keys[..., None], values[:, :, None], decays, read[:, :, None], strict=True)
+        for i, (query, key, value, decay, sums_of_step) in enumerate(steps, start=1):
+            torch.bmm(query, states, out=sums_of_step)
+            states.addcmul_(key, value)
+            if decay is not None:
+                states.mul_(decay)
+            if i % _RECURRENCE_CLEANING == 0:
+                # A state fades step by step where nothing is added to it; it must not come to the denormal numbers.
+                states = nn.functional.hardshrink(states, smallest)
         from_left, from_right = read.unflatten(1, (2, *q.shape[:2])).movedim(0, 3)  # (batch, heads, T, value_dim)
         sums[:, :, ahead] += from_left
         sums[:, :, back] += from_right.flip(2)
-        # A state fades step by step where nothing is added to it; it must not linger among the denormal numbers.
-        states.mul_(states.abs() > smallest)
     return sums
 
 
