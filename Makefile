@@ -56,12 +56,12 @@ format: install
 # Within 15 minutes on two cores, alone on them; whole models where sequences are short, fewer of their equal layers
 # where they are long.
 bench: install
-	$(BENCHMARK) model --lengths 128 512 2048 8192 32768 --num_hidden_layers 12 12 2 1 1 --tokens 512 --repetitions 3 \
-		--max_seconds 30
-	$(BENCHMARK) model --name model-images --modality image --tokens 512 --repetitions 3 --max_seconds 30
+	$(BENCHMARK) model --lengths 128 512 2048 8192 32768 --num_hidden_layers 12 12 1 1 1 --tokens 512 --repetitions 3 \
+		--max_seconds 20
+	$(BENCHMARK) model --name model-images --modality image --tokens 512 --repetitions 3 --max_seconds 20
 	$(BENCHMARK) images --decays selective --passes inference --num_hidden_layers 1 --repetitions 3 --max_seconds 15
 	$(BENCHMARK) memory --lengths 512 32768 --tokens 32768 --num_hidden_layers 1 --passes inference
-	$(BENCHMARK) operator --lengths 128 512 2048 8192 --tokens 2048 --repetitions 3 --max_seconds 5
+	$(BENCHMARK) operator --decays selective --tokens 2048 --repetitions 3 --max_seconds 10
 	$(BENCHMARK) forms --lengths 32 64 96 128 192 256 384 512 1024 --tokens 512 --repetitions 3
 	$(BENCHMARK) chunk-size --tokens 4096 --repetitions 3
 	$(BENCHMARK) rnn --repetitions 3

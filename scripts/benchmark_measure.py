@@ -120,16 +120,19 @@ class MemoryCase(Protocol):
 def peak_memory(case: MemoryCase) -> int | None:
     """Bytes that a call needs at its peak beyond what was there before it, measured in a fresh process.
 
-    On a CPU it is what the process has resident at most (VmHWM of /proc/self/status, which is reset before the call),
-    less what it has resident before. glibc is told to give every larger tensor pages of its own, and to return them at
-    once, so that freed memory neither hides an allocation nor counts as one. Libraries have set themselves up before,
-    in a call with a tiny input. On a GPU it is what PyTorch has allocated at most, less what it has before.
+    The process is forked from one that has imported what it takes and has computed nothing. On a CPU the peak is what
+    the process has resident at most (VmHWM of /proc/self/status, which is reset before the call), less what it has
+    resident before. glibc is told to give every larger tensor pages of its own, and to return them at once, so that
+    freed memory neither hides an allocation nor counts as one. Libraries have set themselves up before, in a call with
+    a tiny input. On a GPU the peak is what PyTorch has allocated at most, less what it has before.
 
     Returns:
         The bytes, `None` if the process was killed: there was not enough memory.
     """
-    # Forked processes would begin with this one's memory.
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    # Forks of this process would begin with its memory and its threads.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lion_transformers.scripts.benchmark_cases"])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
             return pool.submit(_peak_of, case).result()
         except BrokenProcessPool:
