@@ -8,7 +8,7 @@ BENCHMARK := $(BIN)/python scripts/benchmark.py
 ON_GPU := --device cuda --output_dir outputs/benchmark-gpu --max_seconds 8
 CARD := $(BIN)/python scripts/model_card.py --license apache-2.0
 
-.PHONY: install demo demo-image demo-glue cards test test-slow test-hf lint format bench bench-gpu clean
+.PHONY: install demo demo-image demo-glue cards test test-slow test-hf fuzz lint format bench bench-gpu clean
 
 install: $(VENV)/.installed
 
@@ -44,6 +44,10 @@ test-slow: install
 test-hf: install
 	$(BIN)/python tests/hf/fetch.py
 	HF_HUB_OFFLINE=1 $(TEST) tests/hf
+
+# Ten thousand random cases of each kind; every run draws others.
+fuzz: install
+	$(TEST) --hypothesis-profile=nightly tests/test_fuzz.py
 
 lint: install
 	$(BIN)/ruff check .

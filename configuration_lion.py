@@ -261,7 +261,7 @@ class LionConfig(PreTrainedConfig):
         """Part of `@strict`-powered validation. Validates the architecture of the config."""
         super().validate_architecture()
         counts = ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "chunk_size"]
-        for name in [*counts, "vocab_size", "type_vocab_size", "num_channels"]:
+        for name in [*counts, "vocab_size", "type_vocab_size", "max_position_embeddings", "num_channels"]:
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
         if self.hidden_size % self.num_attention_heads != 0:
@@ -283,6 +283,16 @@ class LionConfig(PreTrainedConfig):
             )
         if not 0 < self.layer_norm_eps < math.inf:
             raise ValueError(f"`layer_norm_eps` must be above 0, got {self.layer_norm_eps}")
+        for name in ["hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"]:
+            if not 0 <= (getattr(self, name) or 0.0) <= 1:
+                raise ValueError(f"`{name}` must be from 0 to 1, got {getattr(self, name)}")
+        if not 0 <= self.initializer_range < math.inf:
+            raise ValueError(f"`initializer_range` must be at least 0, got {self.initializer_range}")
+        if self.modality == "text" and not 0 <= (self.pad_token_id or 0) < self.vocab_size:
+            raise ValueError(
+                f"`pad_token_id` must be None or from 0 to `vocab_size` - 1 = {self.vocab_size - 1}, "
+                f"got {self.pad_token_id}"
+            )
         if not 0 <= self.drop_path_rate < 1:
             raise ValueError(f"`drop_path_rate` must be at least 0 and below 1, got {self.drop_path_rate}")
         if self.modality == "image":

@@ -64,12 +64,18 @@ class LionEmbeddings(nn.Module):
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        embeddings = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        embeddings = inputs_embeds
+        if inputs_embeds is None:
+            embeddings = _look_up(self.word_embeddings, input_ids, "input_ids", "vocab_size")
         if token_type_ids is None:
             token_type_ids = torch.zeros(embeddings.shape[:2], dtype=torch.long, device=embeddings.device)
-        embeddings = embeddings + self.token_type_embeddings(token_type_ids)
+        _check_per_token("token_type_ids", token_type_ids, embeddings.shape[:2])
+        types = _look_up(self.token_type_embeddings, token_type_ids, "token_type_ids", "type_vocab_size")
+        embeddings = embeddings + types
         if self.position_embeddings is not None:
-            embeddings = embeddings + self.position_embeddings(self._position_ids(position_ids, embeddings))
+            positions = self._position_ids(position_ids, embeddings)
+            positions = _look_up(self.position_embeddings, positions, "position_ids", "max_position_embeddings")
+            embeddings = embeddings + positions
         return self.dropout(self.norm(embeddings))  # (batch, length, hidden_size)
 
     def _position_ids(self, position_ids, embeddings):
@@ -82,6 +88,34 @@ class LionEmbeddings(nn.Module):
                 f"`max_position_embeddings` = {longest}"
             )
         return torch.arange(length, device=embeddings.device)[None]
+
+
+def _look_up(table: nn.Embedding, ids: torch.Tensor, name: str, size_name: str) -> torch.Tensor:
+    """Rows of a table, `(*ids.shape, hidden_size)`. Nothing is read to find ids that it has no row for."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"`{name}` must be int64 or int32, got {ids.dtype}")
+    try:
+        return table(ids)
+    except IndexError:
+        raise ValueError(
+            f"`{name}` must be at least 0 and below `{size_name}` = {len(table.weight)}, "
+            f"got values from {ids.min()} to {ids.max()}"
+        ) from None
+
+
+def _check_per_token(name: str, values: torch.Tensor, shape: torch.Size):
+    if values.shape[-1] != shape[1] or values.shape[:-1] not in ((), (1,), shape[:1]):
+        raise ValueError(f"`{name}` must be (batch, length) = {tuple(shape)}, got shape {tuple(values.shape)}")
+
+
+def _check_finite(name: str, values: torch.Tensor):
+    if _is_free_to_read(values) and not values.isfinite().all():
+        raise ValueError(f"`{name}` must be finite, got NaN or infinite values")
+
+
+def _is_free_to_read(tensor: torch.Tensor) -> bool:
+    """Whether looking at values neither stalls a device nor breaks a graph."""
+    return tensor.device.type == "cpu" and not is_tracing(tensor)
 
 
 class LionImageEmbeddings(nn.Module):
@@ -117,6 +151,7 @@ class LionImageEmbeddings(nn.Module):
                 f"`pixel_values` must be (batch, {num_channels} channels, height, width), "
                 f"got shape {tuple(pixel_values.shape)}"
             )
+        _check_finite("pixel_values", pixel_values)
         tokens = self.projection(self._pad(pixel_values).to(self.projection.weight.dtype))
         tokens = tokens.flatten(2).transpose(1, 2)  # (batch, height · width in patches, hidden_size)
         if bool_masked_pos is not None:
@@ -413,6 +448,8 @@ class LionPreTrainedModel(PreTrainedModel):
         if config.modality not in self.input_modalities:
             accepted = " or ".join(f'modality="{modality}"' for modality in self.input_modalities)
             raise ValueError(f'{type(self).__name__} needs a configuration with {accepted}, got "{config.modality}"')
+        if config.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be one of {', '.join(ACT2FN)}, got {config.hidden_act!r}")
         super().__init__(config, *inputs, **kwargs)
         # Those that the model has: FSDP's wrapping by them refuses others.
         embeddings = "LionImageEmbeddings" if config.modality == "image" else "LionEmbeddings"
@@ -563,7 +600,7 @@ class LionModel(LionPreTrainedModel):
                 raise ValueError(
                     "You must specify exactly one of input_ids or inputs_embeds, no pixel_values: the model reads text"
                 )
-            shape = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
+            shape = _text_shape(input_ids, inputs_embeds, self.config.hidden_size)
             attention_mask = _key_mask(attention_mask, shape)
             segment_ids = _segment_ids(shape, attention_mask, position_ids, seq_idx, cu_seq_lens_q)
             if position_ids is None and segment_ids is not None:
@@ -603,6 +640,23 @@ class LionModel(LionPreTrainedModel):
         return mode
 
 
+def _text_shape(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, hidden_size: int) -> torch.Size:
+    """(batch, length) of one of the two."""
+    if inputs_embeds is None:
+        if input_ids.ndim != 2 or 0 in input_ids.shape:
+            raise ValueError(
+                f"`input_ids` must be (batch, length), both at least 1, got shape {tuple(input_ids.shape)}"
+            )
+        return input_ids.shape
+    if inputs_embeds.ndim != 3 or inputs_embeds.shape[2] != hidden_size or 0 in inputs_embeds.shape:
+        raise ValueError(
+            f"`inputs_embeds` must be (batch, length, hidden_size = {hidden_size}), batch and length at least 1, "
+            f"got shape {tuple(inputs_embeds.shape)}"
+        )
+    _check_finite("inputs_embeds", inputs_embeds)
+    return inputs_embeds.shape[:2]
+
+
 def _key_mask(attention_mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
     """`attention_mask` as bool `(batch, length)`, or `None` where it masks nothing."""
     if attention_mask is None:
@@ -611,10 +665,15 @@ def _key_mask(attention_mask: torch.Tensor | None, shape: torch.Size) -> torch.T
         raise ValueError(
             f"`attention_mask` must be (batch, length) = {tuple(shape)}, got shape {tuple(attention_mask.shape)}"
         )
-    if not is_tracing(attention_mask) and attention_mask.is_floating_point() and (attention_mask < 0).any():
+    # Read on every device where it is floating point: an additive mask would say the opposite.
+    is_read = _is_free_to_read(attention_mask) or (
+        attention_mask.is_floating_point() and not is_tracing(attention_mask)
+    )
+    if is_read and ((attention_mask != 0) & (attention_mask != 1)).any():
         raise ValueError(
-            "`attention_mask` must be 1 for tokens that take part and 0 for others, got negative values: "
-            "an additive mask is not accepted"
+            "`attention_mask` must be 1 for tokens that take part and 0 for others, "
+            f"got values from {attention_mask.min()} to {attention_mask.max()}: neither an additive mask nor one that "
+            "numbers sequences is accepted"
         )
     attention_mask = attention_mask.bool()
     # Asking costs less than masking; in a traced graph the answer must not be frozen.
@@ -642,8 +701,8 @@ def _segment_ids(
     if not given:
         return None
     for name, values in given.items():
-        if values.shape[-1] != shape[1] or values.shape[:-1] not in ((), (1,), shape[:1]):
-            raise ValueError(f"`{name}` must be (batch, length) = {tuple(shape)}, got shape {tuple(values.shape)}")
+        _check_integers(name, values)
+        _check_per_token(name, values, shape)
     first, *others = given
     begins = {
         name: _begins(values.expand(shape), attention_mask, by_position=name == "position_ids")
@@ -656,7 +715,15 @@ def _segment_ids(
     return begins[first].cumsum(-1)
 
 
+def _check_integers(name: str, values: torch.Tensor):
+    if values.is_floating_point() or values.dtype == torch.bool:
+        raise ValueError(f"`{name}` must be integers, got {values.dtype}")
+
+
 def _numbers_from_lengths(cu_seq_lens: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    _check_integers("cu_seq_lens_q", cu_seq_lens)
+    if cu_seq_lens.ndim != 1 or len(cu_seq_lens) < 2:
+        raise ValueError(f"`cu_seq_lens_q` must be (sequences + 1,), got shape {tuple(cu_seq_lens.shape)}")
     batch, length = shape
     lengths = cu_seq_lens.diff()
     if not is_tracing(cu_seq_lens):
@@ -749,6 +816,8 @@ class LionForMaskedLM(LionPreTrainedModel):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
+        if labels is not None:
+            _check_labels(labels, hidden_states.shape[:2], self.config.vocab_size)
         if self.config.sparse_prediction and labels is not None:
             hidden_states, labels = hidden_states[labels != -100], labels[labels != -100]
         logits = self.decoder(self.head(hidden_states))  # (batch, length, vocab_size), or (targets, vocab_size)
@@ -770,10 +839,44 @@ def _count_targets(labels: torch.Tensor, kwargs: dict, ignore_index: int = -100)
     return {**kwargs, "num_items_in_batch": count.clamp(min=1).to(labels.device)}
 
 
+def _check_labels(labels: torch.Tensor, shape: torch.Size, num_classes: int | None = None, name: str = "labels"):
+    """Class ids of `shape`; those of whole sequences may have an axis of 1 behind it."""
+    if labels.dtype != torch.int64:
+        raise ValueError(f"`{name}` must be int64, got {labels.dtype}")
+    if is_tracing(labels):
+        return
+    if labels.shape != shape and (len(shape) != 1 or labels.shape != (*shape, 1)):
+        raise ValueError(f"`{name}` must be of shape {tuple(shape)}, one for each output, got {tuple(labels.shape)}")
+    if num_classes is not None and _is_free_to_read(labels):
+        wrong = labels[(labels != -100) & ((labels < 0) | (labels >= num_classes))]
+        if len(wrong) > 0:
+            raise ValueError(
+                f"`{name}` must be from 0 to {num_classes - 1}, or -100 where nothing is to be predicted, "
+                f"got {wrong[0]}"
+            )
+
+
+def _check_classification_labels(config: LionConfig, logits: torch.Tensor, labels: torch.Tensor):
+    problem = config.problem_type
+    if problem is None and config.num_labels > 1:  # as the library tells them apart
+        problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+    if problem == "single_label_classification":
+        _check_labels(labels, logits.shape[:1], config.num_labels)
+    elif not is_tracing(labels):
+        if problem == "multi_label_classification" and not labels.is_floating_point():
+            raise ValueError(f"`labels` must be floating point for several labels at once, got {labels.dtype}")
+        if labels.shape != logits.shape and (config.num_labels > 1 or labels.shape != logits.shape[:1]):
+            raise ValueError(
+                f"`labels` must be (outputs, num_labels) = {tuple(logits.shape)}, got shape {tuple(labels.shape)} "
+                f"of {labels.dtype} (class ids are int64)"
+            )
+
+
 def _classification_loss(
     model: LionPreTrainedModel, logits: torch.Tensor, labels: torch.Tensor, kwargs: dict
 ) -> torch.Tensor:
     """The library's loss by problem type, for sequences and images, `(batch, num_labels)` logits."""
+    _check_classification_labels(model.config, logits, labels)
     if model.config.num_labels == 1 and model.config.problem_type != "single_label_classification":
         labels = labels.to(logits.dtype)  # regression, also to integers
     kwargs = _count_targets(labels, kwargs)
@@ -888,6 +991,8 @@ class LionForMultipleChoice(LionPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if input_ids is not None and input_ids.ndim != 3:
+            raise ValueError(f"`input_ids` must be (batch, num_choices, length), got shape {tuple(input_ids.shape)}")
         num_choices = (input_ids if input_ids is not None else inputs_embeds).shape[1]
         tensors = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds = (
@@ -908,6 +1013,7 @@ class LionForMultipleChoice(LionPreTrainedModel):
 
         loss = None
         if labels is not None:
+            _check_labels(labels, logits.shape[:1], num_choices)
             num_targets = _count_targets(labels, kwargs)["num_items_in_batch"]
             loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / num_targets
 
@@ -957,6 +1063,7 @@ class LionForTokenClassification(LionPreTrainedModel):
 
         loss = None
         if labels is not None:
+            _check_labels(labels, logits.shape[:2], self.num_labels)
             loss = self.loss_function(logits, labels, self.config, **_count_targets(labels, kwargs))
 
         return TokenClassifierOutput(
@@ -1004,6 +1111,8 @@ class LionForQuestionAnswering(LionPreTrainedModel):
 
         loss = None
         if start_positions is not None and end_positions is not None:
+            _check_labels(start_positions, start_logits.shape[:1], name="start_positions")
+            _check_labels(end_positions, end_logits.shape[:1], name="end_positions")
             start_loss = _position_loss(start_logits, start_positions, kwargs)
             loss = (start_loss + _position_loss(end_logits, end_positions, kwargs)) / 2
 

@@ -53,6 +53,13 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+def why_not_loaded(error: Exception) -> str:
+    """What kept a model, tokenizer or processor from being loaded. Scripts never trust foreign code for their user."""
+    if "trust_remote_code" in str(error):
+        return "it needs code of its own, which this script does not run: install the package which that code is from"
+    return one_line(error)
+
+
 class YamlLoader(yaml.SafeLoader):
     """YAML 1.1 reads 8e-4 as text; people who write recipes mean the number."""
 

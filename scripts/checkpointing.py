@@ -3,15 +3,25 @@
 Names that begin with a dot are unfinished; whoever reads an output folder can ignore them.
 """
 
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lion_transformers.scripts.arguments import UsageError
+from safetensors import SafetensorError
+
+from lion_transformers.scripts.arguments import UsageError, one_line
+
+
+MANIFEST = "manifest.json"
+# What a run that came to nothing leaves; names that begin with a dot are unfinished.
+REMAINS = ["runs", "nonfinite-batch-*", ".*.unfinished", ".*.discarded"]
 
 
 def unfinished(path: Path) -> Path:
@@ -60,19 +70,94 @@ def remove_directory(path: Path) -> None:
 
 
 def claim_output_dir(output_dir: Path, overwrite: bool) -> None:
-    """Refuse a folder with files in it, unless `overwrite`; logs alone are of a run that came to nothing."""
+    """Make the folder; refuse one that cannot be written, or has files in it, unless `overwrite`."""
     if output_dir.exists() and not output_dir.is_dir():
         raise UsageError(f"output_dir {output_dir} is a file.")
-    if output_dir.is_dir() and {path.name for path in output_dir.iterdir()} - {"runs"} and not overwrite:
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output_dir).close()
+    except OSError as error:
+        raise UsageError(f"cannot write into output_dir {output_dir}: {error.strerror}.") from error
+    remains = {path for pattern in REMAINS for path in output_dir.glob(pattern)}
+    if set(output_dir.iterdir()) - remains and not overwrite:
         raise UsageError(f"output_dir {output_dir} is not empty; --overwrite_output_dir writes into it all the same.")
 
 
 def clear_output_dir(output_dir: Path) -> None:
-    """Make the folder and remove what an earlier run left of itself; files that are not a run's are never touched."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    for pattern in ["checkpoint-[0-9]*", "results.json", "runs", "predictions", ".*.unfinished", ".*.discarded"]:
-        for path in output_dir.glob(pattern):
+    """Remove what an earlier run left of itself; files that are not a run's are never touched."""
+    _remove(output_dir, ["checkpoint-[0-9]*", "results.json", "predictions", *REMAINS])
+
+
+def clear_unfinished(output_dir: Path, after_step: int) -> None:
+    """Remove what goes beyond the checkpoint of a step: half files, and later checkpoints."""
+    _remove(output_dir, [pattern for pattern in REMAINS if pattern != "runs"])
+    for step in list_checkpoints(output_dir):
+        if step > after_step:
+            remove_directory(checkpoint_folder(output_dir, step))
+
+
+def _remove(folder: Path, patterns: list[str]) -> None:
+    for pattern in patterns:
+        for path in folder.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what goes wrong with writing `path` (a full disk, lost rights) into one sentence, and free its space.
+
+    Raises:
+        UsageError: names the path, and the checkpoint that is there all the same.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
+        shutil.rmtree(unfinished(path), ignore_errors=True)
+        steps = list_checkpoints(path.parent)
+        left = f"{checkpoint_folder(path.parent, steps[-1])} is complete" if steps else "there is no checkpoint yet"
+        raise UsageError(
+            f"cannot write {path}: {one_line(error)}; {left}: make room, then start again with the same command."
+        ) from error
+
+
+# Manifests: what a folder consists of
+
+
+def write_manifest(folder: Path, **about: Any) -> None:
+    """Name, size and SHA-256 of every file in `folder`, and whatever else is to be known `about` it."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    described = {file.relative_to(folder).as_posix(): describe_file(file) for file in files}
+    write_json(folder / MANIFEST, {**about, "files": described})
+
+
+def describe_file(file: Path) -> dict[str, Any]:
+    with file.open("rb") as content:
+        return {"size": file.stat().st_size, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder whose files are all as they were written.
+
+    Raises:
+        UsageError: one is not; it is named.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"].items()
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise UsageError(f"{folder / MANIFEST} is missing or damaged") from error
+    for name, expected in files:
+        if not (folder / name).is_file():
+            raise UsageError(f"{folder / name} is missing")
+        size = (folder / name).stat().st_size
+        if size != expected["size"]:
+            raise UsageError(f"{folder / name} is damaged: it has {size} bytes, not {expected['size']}")
+        if describe_file(folder / name) != expected:
+            raise UsageError(f"{folder / name} is damaged: its content has changed")
+    return manifest
+
+
+# Checkpoints
 
 
 def checkpoint_folder(output_dir: Path, step: int) -> Path:
@@ -81,7 +166,8 @@ def checkpoint_folder(output_dir: Path, step: int) -> Path:
 
 def list_checkpoints(output_dir: Path) -> list[int]:
     """Steps of the complete checkpoints, in order."""
-    matches = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in output_dir.iterdir())
+    names = os.listdir(output_dir) if output_dir.is_dir() else []
+    matches = (re.fullmatch(r"checkpoint-(\d+)", name) for name in names)
     return sorted(int(match[1]) for match in matches if match)
 
 

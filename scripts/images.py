@@ -393,7 +393,7 @@ def crop_percentage(args: AugmentationArguments, pretrained: str | None) -> floa
 
 def _saved_processor(name: str) -> Any | None:
     try:
-        return AutoImageProcessor.from_pretrained(name)
+        return AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError):
         return None
 

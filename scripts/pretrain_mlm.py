@@ -10,15 +10,16 @@
 The command line overrides the recipe, the recipe overrides the defaults. One update sees `global_train_batch_size`
 sequences, however many processes and micro-batches they are spread over, and its loss is the mean over their masked
 tokens. output_dir receives the weights, the tokenizer, the config, results.json and loss_curve.png; the best and the
-last checkpoint are beside them. Not here: resuming a run, DeepSpeed.
+last checkpoint are beside them. A run that was stopped goes on with the same command.
 """
 
+import functools
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +27,37 @@ import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel, set_seed
+from accelerate.utils import load as load_without_code
 from datasets import Dataset, Features, IterableDataset, List, Value, load_dataset
 from datasets.distributed import split_dataset_by_node
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 from transformers import (
     AutoModelForMaskedLM,
     DataCollatorForLanguageModeling,
     DataCollatorForTokenClassification,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.hf_argparser import HfArg
 
+from lion_transformers import LionConfig
 from lion_transformers.scripts import training
 from lion_transformers.scripts.arguments import UsageError, parse_arguments, run
+from lion_transformers.scripts.batching import (
+    Batches,
+    StreamedBatches,
+    check_first_batch,
+    derived_seed,
+    endless_batches,
+    shuffle_stream,
+    shuffled,
+)
 from lion_transformers.scripts.optimization import linear_schedule
+from lion_transformers.scripts.packing import PACKED_FEATURES, pack_documents
+from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
     TrainerState,
     TrainingArguments,
@@ -51,15 +65,16 @@ from lion_transformers.scripts.training import (
     accumulation_steps,
     adamw,
     backward_micro_batches,
+    begin,
     build_model,
     check_max_seq_length,
     check_range,
-    endless_batches,
-    init_trackers,
+    evaluation_batches,
     load_tokenizer,
     loading,
     prepare_training,
     start,
+    stopping_on_sigterm,
 )
 from lion_transformers.tokenization.corpus import files_arguments
 
@@ -92,7 +107,11 @@ class DataArguments:
     shuffle_buffer_size: int = HfArg(default=10_000, help="Documents that a streamed data set is shuffled within.")
     max_seq_length: int = HfArg(default=128, help="Tokens in a sequence.")
     line_by_line: bool = HfArg(
-        default=False, help="Make every document one sequence, cut at max_seq_length, instead of packing."
+        default=False, help="Make every document one sequence, cut at max_seq_length, instead of joining them."
+    )
+    packing: bool = HfArg(
+        default=False,
+        help="Fill sequences with whole documents that do not see each other, instead of joining and cutting them.",
     )
     mlm_probability: float = HfArg(default=0.3, help="Share of tokens to predict in training.")
     eval_mlm_probability: float = HfArg(default=0.15, help="Share of tokens to predict in evaluation.")
@@ -106,6 +125,8 @@ class DataArguments:
         check_range(self, ["max_seq_length"], low=1)
         check_range(self, ["mlm_probability", "eval_mlm_probability"], low=0, below=1)
         check_range(self, ["validation_split_percentage"], low=0, below=100)
+        if self.packing and self.line_by_line:
+            raise UsageError("packing puts several documents into a sequence, line_by_line one: give one of them.")
 
 
 @dataclass
@@ -128,7 +149,13 @@ class PretrainingArguments(TrainingArguments):
 
 # Data: documents → sequences of token ids → masked micro-batches
 
+MAX_CHARACTERS = 10_000_000  # of a document: tokens take a hundred times the memory of their text
+
 SEQUENCE_FEATURES = Features({"input_ids": List(Value("int32")), "special_tokens_mask": List(Value("int8"))})
+
+
+def sequence_features(args: DataArguments) -> Features:
+    return PACKED_FEATURES if args.packing else SEQUENCE_FEATURES
 
 
 def load_documents(args: DataArguments, seed: int) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset]:
@@ -175,16 +202,27 @@ def encode(
     tokenizer: PreTrainedTokenizerBase,
     text_column: str,
     max_seq_length: int,
-    line_by_line: bool,
+    line_by_line: bool = False,
+    packing: bool = False,
 ) -> dict[str, list[list[int]]]:
     """Sequences from a batch of documents.
 
-    Packed, as run_mlm.py does it: documents with their special tokens are joined and cut into blocks of exactly
+    Joined, as run_mlm.py does it: documents with their special tokens are joined and cut into blocks of exactly
     `max_seq_length`; what is left over at the end of the batch is dropped. Line by line: one sequence a document.
+    Packed: as `pack_documents` does it, within the batch, so that a stream has no state between batches.
+
+    Raises:
+        UsageError: a document is too long to be tokenised at once.
     """
     texts = [text for text in batch[text_column] if text and not text.isspace()]
+    longest = max(map(len, texts), default=0)
+    if longest > MAX_CHARACTERS:
+        raise UsageError(
+            f"a document has {longest:,} characters, more than the {MAX_CHARACTERS:,} that are tokenised at once:"
+            " cut it into several."
+        )
     if not texts:
-        return {name: [] for name in SEQUENCE_FEATURES}
+        return {name: [] for name in (PACKED_FEATURES if packing else SEQUENCE_FEATURES)}
     encoded = tokenizer(
         texts,
         truncation=line_by_line,
@@ -192,6 +230,9 @@ def encode(
         return_special_tokens_mask=True,
         verbose=False,  # "longer than the model's maximum" does not apply to what is cut into blocks
     )
+    if packing:
+        documents = (encoded[name] for name in SEQUENCE_FEATURES)
+        return pack_documents(*documents, max_seq_length, tokenizer.pad_token_id)
     if line_by_line:
         return {name: encoded[name] for name in SEQUENCE_FEATURES}
     return {name: _blocks(encoded[name], max_seq_length) for name in SEQUENCE_FEATURES}
@@ -211,12 +252,13 @@ def encode_documents(
         encode,
         batched=True,
         remove_columns=columns,
-        features=SEQUENCE_FEATURES,
+        features=sequence_features(args),
         fn_kwargs={
             "tokenizer": tokenizer,
             "text_column": args.text_column,
             "max_seq_length": args.max_seq_length,
             "line_by_line": args.line_by_line,
+            "packing": args.packing,
         },
         **on_disk,
     )
@@ -229,58 +271,103 @@ def mask_once(
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=mlm_probability, seed=seed + indices[0])
     examples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
     masked = [collator([example]) for example in examples]
-    return {name: [row[name][0].tolist() for row in masked] for name in ["input_ids", "labels"]}
+    return {name: [row[name][0].tolist() for row in masked] for name in masked[0]}
+
+
+@dataclass
+class MaskedSequences(torch.utils.data.Dataset):
+    """Sequences whose targets are drawn anew whenever one is taken."""
+
+    sequences: Dataset
+    collator: DataCollatorForLanguageModeling
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: row[0] for name, row in self.collator([self.sequences[index]]).items()}
+
+
+def masked_stream(
+    documents: IterableDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments, seed: int, epoch: int
+) -> IterableDataset:
+    """One pass over streamed documents as sequences with targets, all in an order and by chances of its own."""
+    seed = derived_seed(seed, epoch)
+    documents = shuffle_stream(documents, seed, args.shuffle_buffer_size)
+    return mask_sequences(encode_documents(documents, tokenizer, args), tokenizer, args.mlm_probability, seed)
+
+
+def mask_sequences(
+    sequences: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    mlm_probability: float,
+    seed: int,
+    **options: Any,
+) -> Dataset | IterableDataset:
+    """Sequences with targets that stay the same."""
+    return sequences.map(
+        mask_once,
+        batched=True,
+        with_indices=True,
+        remove_columns=sequences.column_names,
+        fn_kwargs={"tokenizer": tokenizer, "mlm_probability": mlm_probability, "seed": seed},
+        **options,
+    )
+
+
+Stream = Callable[[int], IterableDataset]  # from the number of a pass over the data to its sequences
 
 
 def load_sequences(
     args: DataArguments, tokenizer: PreTrainedTokenizerBase, seed: int
-) -> tuple[Dataset | IterableDataset, Dataset]:
-    """Training sequences, masked when they are batched, and evaluation sequences, masked once and for all."""
+) -> tuple[MaskedSequences | Stream, Dataset]:
+    """Training sequences, masked anew in every pass, and evaluation sequences, masked once and for all."""
     train, evaluation = load_documents(args, seed)
-    if args.streaming:
-        train = train.shuffle(seed=seed, buffer_size=args.shuffle_buffer_size)
-    train = encode_documents(train, tokenizer, args)
     evaluation = encode_documents(evaluation, tokenizer, args)
     if args.streaming:
         # Evaluation needs a length, so that sequences are counted once over several processes.
         first = itertools.islice(evaluation, args.max_eval_samples)
         rows = list(datasets.utils.tqdm(first, desc="Reading the validation text", total=args.max_eval_samples))
-        evaluation = Dataset.from_list(rows, SEQUENCE_FEATURES)
-    for name, sequences in {"training": train, "validation": evaluation}.items():
-        if isinstance(sequences, Dataset) and len(sequences) == 0:
-            raise UsageError(f"the {name} text is too small for one sequence of {args.max_seq_length} tokens.")
+        evaluation = Dataset.from_list(rows, sequence_features(args))
+        sequences = functools.partial(masked_stream, train, tokenizer, args, seed)
+    else:
+        collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=args.mlm_probability)
+        sequences = MaskedSequences(encode_documents(train, tokenizer, args), collator)
+        check_not_empty(sequences, "training", args)
+    check_not_empty(evaluation, "validation", args)
     evaluation = evaluation.select(range(min(len(evaluation), args.max_eval_samples or len(evaluation))))
-    return train, evaluation.map(
-        mask_once,
-        batched=True,
-        with_indices=True,
-        remove_columns=evaluation.column_names,
-        fn_kwargs={"tokenizer": tokenizer, "mlm_probability": args.eval_mlm_probability, "seed": seed},
-        desc="Masking the validation text",
-    )
+    masking = "Masking the validation text"
+    return sequences, mask_sequences(evaluation, tokenizer, args.eval_mlm_probability, seed, desc=masking)
+
+
+def check_not_empty(sequences: Sized, name: str, args: DataArguments) -> None:
+    if len(sequences) == 0:
+        raise UsageError(f"the {name} text is too small for one sequence of {args.max_seq_length} tokens.")
 
 
 def train_batches(
-    accelerator: Accelerator, sequences: Dataset | IterableDataset, collator: Any, batch_size: int, num_workers: int
-) -> Iterator[dict[str, Tensor]]:
-    """This process's micro-batches, full ones only, without end; each pass over the data has its own order."""
-    streamed = isinstance(sequences, IterableDataset)
-    if streamed:
-        sequences = split_dataset_by_node(sequences, accelerator.process_index, accelerator.num_processes)
-    loader = DataLoader(
-        sequences,
-        batch_size=batch_size,
-        shuffle=None if streamed else True,
-        collate_fn=collator,
-        drop_last=True,
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-        pin_memory=accelerator.device.type == "cuda",
-    )
-    if not streamed:  # a stream is already split over the processes
-        loader = accelerator.prepare(loader)
-    set_epoch = (sequences if streamed else loader).set_epoch
-    return endless_batches(accelerator, loader, set_epoch, f"{batch_size} sequences")
+    accelerator: Accelerator,
+    sequences: MaskedSequences | Stream,
+    collator: Callable[[list[Any]], dict[str, Tensor]],
+    *,
+    batch_size: int,
+    num_workers: int,
+    seed: int,
+    start: int = 0,
+) -> Batches:
+    """This process's micro-batches, full ones only, without end; each pass over the data has its own order.
+
+    `start` of them are left out, of data that are indexed.
+    """
+    options = {"batch_size": batch_size, "num_workers": num_workers, "unit": "sequences"}
+    if isinstance(sequences, MaskedSequences):
+        order = shuffled(len(sequences), seed)
+        return endless_batches(accelerator, sequences, order, collator, seed=seed, start=start, **options)
+
+    def own_part(epoch: int) -> IterableDataset:
+        return split_dataset_by_node(sequences(epoch), accelerator.process_index, accelerator.num_processes)
+
+    return StreamedBatches(accelerator, own_part, collator, **options)
 
 
 # Model
@@ -296,6 +383,15 @@ def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, max_seq
     if model.config.vocab_size < len(tokenizer):
         model.resize_token_embeddings(padded_vocab_size)
     return model
+
+
+def check_packing(config: PreTrainedConfig) -> None:
+    """Refuse other families: the attention of Transformers' encoders does not look at where positions restart."""
+    if config.model_type != LionConfig.model_type:
+        raise UsageError(
+            f"packing needs a model that keeps the documents of a sequence apart, as lion does; {config.model_type}"
+            " would see them all: give line_by_line instead."
+        )
 
 
 # Training and evaluation
@@ -357,7 +453,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
     was_training = model.training
     model.eval()
     rows = []
-    for batch in tqdm(loader, desc="Evaluating", leave=False, disable=not accelerator.is_main_process):
+    for batch in evaluation_batches(accelerator, loader):
         logits, labels, predicted = predict_targets(model, batch)
         sums = torch.zeros(*predicted.shape, 3, device=logits.device)  # (batch, length, [loss, correct, targets])
         losses = F.cross_entropy(logits, labels, reduction="none")
@@ -396,6 +492,18 @@ class Pretraining(TrainingRun):
     def save_processor(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
 
+    def save_process_files(self, folder: Path) -> None:
+        if isinstance(self.batches, StreamedBatches):
+            torch.save(self.batches.state_dict(), folder / self.stream_file)
+
+    def load_checkpoint_files(self, folder: Path) -> None:
+        if isinstance(self.batches, StreamedBatches):
+            self.batches.load_state_dict(load_without_code(folder / self.stream_file))
+
+    @property
+    def stream_file(self) -> str:
+        return f"stream_{self.accelerator.process_index}.bin"
+
 
 def describe(metrics: dict[str, float]) -> str:
     return (
@@ -407,17 +515,47 @@ def describe(metrics: dict[str, float]) -> str:
 # The run
 
 
-def count_steps(args: PretrainingArguments, sequences: Dataset | IterableDataset, global_batch_size: int) -> int:
+def count_steps(args: PretrainingArguments, sequences: MaskedSequences | Stream, global_batch_size: int) -> int:
     if args.max_steps > 0:
         return args.max_steps
-    if isinstance(sequences, IterableDataset):
+    if not isinstance(sequences, Sized):
         raise UsageError("a stream has no length that num_train_epochs could count in: give max_steps.")
     return math.ceil(args.num_train_epochs * len(sequences) / global_batch_size)
 
 
-def prepare(
-    model_args: ModelArguments, data_args: DataArguments, args: PretrainingArguments, accelerator: Accelerator
-) -> Pretraining:
+def make_layout(
+    args: PretrainingArguments, data_args: DataArguments, sequences: MaskedSequences | Stream, num_processes: int
+) -> dict[str, int]:
+    """What a run cannot change when it goes on: all that a stream is divided by, else the update alone."""
+    at_once = args.per_device_train_batch_size * num_processes
+    layout = {"global_train_batch_size": args.global_train_batch_size or at_once}
+    if isinstance(sequences, MaskedSequences):
+        return {**layout, "training_sequences": len(sequences)}
+    return {
+        **layout,
+        "num_processes": num_processes,
+        "per_device_train_batch_size": args.per_device_train_batch_size,
+        "dataloader_num_workers": data_args.dataloader_num_workers,
+    }
+
+
+@dataclass
+class Arguments:
+    """All arguments of a run."""
+
+    model: ModelArguments
+    data: DataArguments
+    training: PretrainingArguments
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """Every argument by its name."""
+        return {name: value for group in asdict(self).values() for name, value in group.items()}
+
+
+def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoint | None) -> Pretraining:
+    """A run that begins, or one that goes on from a checkpoint."""
+    model_args, data_args, args = arguments.model, arguments.data, arguments.training
     at_once = args.per_device_train_batch_size * accelerator.num_processes
     num_micro_batches = accumulation_steps(
         args.global_train_batch_size, args.per_device_train_batch_size, accelerator.num_processes
@@ -427,46 +565,66 @@ def prepare(
         ["mask_token", "pad_token"],
         "masked language modelling",
     )
+    set_seed(args.seed)
+    model = load_model(model_args, tokenizer, data_args.max_seq_length)  # a wrong one is found before hours of reading
+    if data_args.packing:
+        check_packing(model.config)
     with accelerator.main_process_first():
         train, evaluation = load_sequences(data_args, tokenizer, args.seed)
-    state = TrainerState(max_steps=count_steps(args, train, num_micro_batches * at_once))
-    set_seed(args.seed, device_specific=True)  # dropout and masks differ over devices
-    model = load_model(model_args, tokenizer, data_args.max_seq_length)
+    max_steps = count_steps(args, train, num_micro_batches * at_once)
+    state = TrainerState(**checkpoint.state) if checkpoint else TrainerState(max_steps)
     optimizer = adamw(model, args, args.learning_rate)
-    scheduler = linear_schedule(optimizer, state.max_steps, args.warmup_ratio, args.final_lr_ratio)
-    eval_loader = DataLoader(
-        evaluation,
-        batch_size=args.per_device_eval_batch_size,
-        collate_fn=DataCollatorForTokenClassification(tokenizer),  # pads labels along with their sequences
-    )
-    model, optimizer = prepare_training(accelerator, model, optimizer, scheduler)
+    scheduler = linear_schedule(optimizer, max_steps, args.warmup_ratio, args.final_lr_ratio)
+    padding = DataCollatorForTokenClassification(tokenizer)  # pads labels along with their sequences
+    eval_loader = DataLoader(evaluation, batch_size=args.per_device_eval_batch_size, collate_fn=padding)
+    model, optimizer = prepare_training(accelerator, model, optimizer)
     eval_loader = accelerator.prepare(eval_loader)
-    batches = train_batches(
+    make_batches = functools.partial(
+        train_batches,
         accelerator,
         train,
-        DataCollatorForLanguageModeling(tokenizer, mlm_probability=data_args.mlm_probability),
-        args.per_device_train_batch_size,
-        data_args.dataloader_num_workers,
+        padding,
+        batch_size=args.per_device_train_batch_size,
+        num_workers=data_args.dataloader_num_workers,
+        seed=args.seed,
     )
-    # One batch now: text that is too short or broken is found before anything else takes time.
-    batches = itertools.chain([next(batches)], batches)
-    return Pretraining(
-        args, accelerator, model, optimizer, scheduler, batches, num_micro_batches, state, tokenizer, eval_loader
+    if checkpoint is None:
+        check_first_batch(accelerator, make_batches())
+    pretraining = Pretraining(
+        args=args,
+        record=arguments.flat,
+        layout=make_layout(args, data_args, train, accelerator.num_processes),
+        accelerator=accelerator,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batches=make_batches(start=state.step * num_micro_batches),
+        num_micro_batches=num_micro_batches,
+        state=state,
+        tokenizer=tokenizer,
+        eval_loader=eval_loader,
     )
+    pretraining.resume(checkpoint)
+    return pretraining
+
+
+def train_and_save(pretraining: Pretraining, started: float) -> None:
+    """The run; `started` is when the script was."""
+    pretraining.train()
+    if pretraining.accelerator.is_main_process:
+        results = pretraining.save_results(time.perf_counter() - started)
+        print(f"before: {describe(results['before'])}\nafter:  {describe(results['after'])}")
+        print(f"{results['tokens_per_second']:,.0f} tokens per second; everything is in {pretraining.output_dir}")
 
 
 def main() -> None:
     started = time.perf_counter()
-    model_args, data_args, args = parse_arguments([ModelArguments, DataArguments, PretrainingArguments], None, __doc__)
-    accelerator = start(args)
-    pretraining = prepare(model_args, data_args, args, accelerator)
-    arguments = {**asdict(model_args), **asdict(data_args), **asdict(args)}
-    init_trackers(accelerator, "pretrain_mlm", arguments)
-    pretraining.train()
-    if accelerator.is_main_process:
-        results = pretraining.save_results(arguments, time.perf_counter() - started)
-        print(f"before: {describe(results['before'])}\nafter:  {describe(results['after'])}")
-        print(f"{results['tokens_per_second']:,.0f} tokens per second; everything is in {pretraining.output_dir}")
+    arguments = Arguments(*parse_arguments([kind.type for kind in fields(Arguments)], None, __doc__))
+    accelerator, checkpoint = start(arguments.training, arguments.flat)
+    pretraining = prepare(arguments, accelerator, checkpoint)
+    begin(accelerator, "pretrain_mlm", arguments.flat, checkpoint)
+    with stopping_on_sigterm(accelerator):
+        train_and_save(pretraining, started)
     accelerator.end_training()
 
 

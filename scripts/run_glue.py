@@ -11,9 +11,9 @@
 The command line overrides the settings of a task (`tasks` in the recipe), these the rest of the recipe, the recipe the
 defaults. Every task and seed is a run in output_dir/<task>/seed-<seed>, which leaves the model of its best evaluation,
 its predictions for the test set and results.json. A call that was stopped goes on with the same command: finished runs
-are not done again, an unfinished one begins anew. MNLI comes first, and RTE, MRPC and STS-B start from its best model,
-with new heads. --overwrite_output_dir does all of them again. At the end output_dir has glue.md, glue.json and a chart
-over all runs in it and, from the best seeds, a submission. Not here: resuming within a run, DeepSpeed, the set AX.
+are not done again, an unfinished one goes on from its last checkpoint. MNLI comes first, and RTE, MRPC and STS-B start
+from its best model, with new heads. --overwrite_output_dir does all of them again. At the end output_dir has glue.md,
+glue.json and a chart over all runs in it and, from the best seeds, a submission. Not here: the set AX.
 """
 
 import itertools
@@ -21,7 +21,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +51,7 @@ from lion_transformers.scripts.arguments import (
     parse_arguments,
     run,
 )
+from lion_transformers.scripts.batching import Batches, endless_batches, shuffled
 from lion_transformers.scripts.glue import TASKS, DataArguments, Task, encode, load_task
 from lion_transformers.scripts.glue_report import (
     best_seed,
@@ -62,6 +62,8 @@ from lion_transformers.scripts.glue_report import (
     write_report,
 )
 from lion_transformers.scripts.optimization import linear_schedule
+from lion_transformers.scripts.resuming import FREE_ARGUMENTS as FREE_IN_A_RUN
+from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
     TrainerState,
     TrainingArguments,
@@ -69,17 +71,18 @@ from lion_transformers.scripts.training import (
     accumulation_steps,
     adamw,
     backward_full_batches,
+    begin,
     build_model,
     check_max_seq_length,
     check_range,
-    endless_batches,
-    init_trackers,
+    evaluation_batches,
     load_pretrained_config,
     load_tokenizer,
     make_accelerator,
     prepare_training,
     show_progress_once,
     start,
+    stopping_on_sigterm,
 )
 
 
@@ -87,16 +90,12 @@ METRIC = str(Path(__file__).parent / "metrics" / "glue")
 STARTING_FROM_MNLI = ["rte", "mrpc", "stsb"]
 OUTPUT_NAMES = {*TASKS, "glue.md", "glue.json", "glue.png", "submission", "runs"}
 # Arguments that may differ between the calls that a set of runs is made in.
-FREE_ARGUMENTS = {
-    *["output_dir", "overwrite_output_dir", "task_name", "tasks", "seeds", "seed", "compare"],
-    *["report_to", "logging_steps", "save_total_limit", "dataloader_num_workers", "per_device_eval_batch_size"],
-    "per_device_train_batch_size",  # what an update sees is the global batch
-}
+FREE_ARGUMENTS = {*FREE_IN_A_RUN, "task_name", "tasks", "seeds", "seed", "compare"} - {"global_train_batch_size"}
 
 # Arguments that cannot be set for a single task.
 COMMON_ARGUMENTS = {
-    *["output_dir", "overwrite_output_dir", "task_name", "tasks", "compare", "report_to", "mixed_precision"],
-    *["model_name_or_path", "tokenizer_name", "start_from_mnli"],
+    *["output_dir", "overwrite_output_dir", "resume_from_checkpoint", "task_name", "tasks", "compare", "report_to"],
+    *["mixed_precision", "model_name_or_path", "tokenizer_name", "start_from_mnli"],
 }
 
 
@@ -238,7 +237,10 @@ def jobs_of_task(task: Task, arguments: Arguments) -> list[Job]:
     jobs = []
     for seed in dict.fromkeys(args.seeds or [args.seed]):
         folder = str(run_folder(Path(args.output_dir), task.name, seed))
-        own = replace(args, seed=seed, output_dir=folder, start_from_mnli=from_mnli, overwrite_output_dir=True)
+        resumed = args.resume_from_checkpoint
+        if resumed is None or Path(folder).resolve() not in Path(resumed).resolve().parents:
+            resumed = None  # the last checkpoint of every run that has any
+        own = replace(args, seed=seed, output_dir=folder, start_from_mnli=from_mnli, resume_from_checkpoint=resumed)
         jobs.append(Job(task, seed, replace(arguments, training=own)))
     return jobs
 
@@ -251,6 +253,12 @@ def check_other_seeds(jobs: list[Job], output_dir: Path) -> None:
             folder = run_folder(output_dir, job.task.name, seed)
             if folder not in asked:
                 job.check_settings(folder, results)
+
+
+def check_resumed_run(folder: str | None, jobs: list[Job]) -> None:
+    """Refuse a checkpoint of none of the runs; the others go on from their last one anyway."""
+    if folder not in (None, "latest") and not any(job.arguments.training.resume_from_checkpoint for job in jobs):
+        raise UsageError(f"resume_from_checkpoint {folder} lies in the folder of none of the runs that are asked for.")
 
 
 def check_output_dir(output_dir: Path, overwrite: bool) -> None:
@@ -339,7 +347,7 @@ def predict(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> t
     was_training = model.training
     model.eval()
     rows = []
-    for batch in tqdm(loader, desc="Evaluating", leave=False, disable=not accelerator.is_main_process):
+    for batch in evaluation_batches(accelerator, loader):
         labels = batch.pop("labels", None)
         with accelerator.autocast():
             logits = model(**batch).logits.float()
@@ -434,23 +442,20 @@ def describe(metrics: dict[str, float]) -> str:
 
 
 def make_train_batches(
-    accelerator: Accelerator, rows: Dataset, collator: Any, args: GlueArguments, num_workers: int
-) -> Iterator[dict[str, Tensor]]:
-    """This process's micro-batches, full ones only, without end; each pass over the data has its own order."""
-    loader = accelerator.prepare(
-        DataLoader(
-            rows,
-            batch_size=args.per_device_train_batch_size,
-            shuffle=True,
-            collate_fn=collator,
-            drop_last=True,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-            pin_memory=accelerator.device.type == "cuda",
-        )
+    accelerator: Accelerator, rows: Dataset, collator: Any, args: GlueArguments, num_workers: int, start: int
+) -> Batches:
+    """This process's micro-batches from number `start` on: full ones, without end, every pass in its own order."""
+    return endless_batches(
+        accelerator,
+        rows,
+        shuffled(len(rows), args.seed),
+        collator,
+        batch_size=args.per_device_train_batch_size,
+        num_workers=num_workers,
+        seed=args.seed,
+        start=start,
+        unit="examples",
     )
-    size = f"{args.per_device_train_batch_size} examples"
-    return endless_batches(accelerator, loader, loader.set_epoch, size)
 
 
 def prepare(
@@ -459,7 +464,9 @@ def prepare(
     splits: dict[str, Dataset],
     tokenizer: PreTrainedTokenizerBase,
     accelerator: Accelerator,
+    checkpoint: Checkpoint | None,
 ) -> GlueRun:
+    """A run that begins, or one that goes on from a checkpoint."""
     args, data_args, task = job.arguments.training, job.arguments.data, job.task
     num_micro_batches = accumulation_steps(
         args.global_train_batch_size, args.per_device_train_batch_size, accelerator.num_processes
@@ -467,14 +474,15 @@ def prepare(
     global_batch_size = num_micro_batches * args.per_device_train_batch_size * accelerator.num_processes
     steps_per_epoch = len(splits["train"]) / global_batch_size
     max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
+    state = TrainerState(**checkpoint.state) if checkpoint else TrainerState(max_steps)
     set_seed(args.seed)  # the same new head everywhere
     model = load_model(model_args, task, tokenizer, data_args.max_seq_length)
-    set_seed(args.seed, device_specific=True)  # dropout differs over devices
     optimizer = adamw(model, args, args.learning_rate)
     scheduler = linear_schedule(optimizer, max_steps, args.warmup_ratio, final_lr_ratio=0.0)
-    model, optimizer = prepare_training(accelerator, model, optimizer, scheduler)
+    model, optimizer = prepare_training(accelerator, model, optimizer)
     collator = DataCollatorWithPadding(tokenizer)
-    batches = make_train_batches(accelerator, splits["train"], collator, args, data_args.dataloader_num_workers)
+    num_workers, seen = data_args.dataloader_num_workers, state.step * num_micro_batches
+    batches = make_train_batches(accelerator, splits["train"], collator, args, num_workers, seen)
 
     def loaders(splits_of_parts: dict[str, str]) -> dict[str, DataLoader]:
         batch_size = args.per_device_eval_batch_size
@@ -484,20 +492,24 @@ def prepare(
             if split in splits
         }
 
-    return GlueRun(
+    glue_run = GlueRun(
         args=replace(args, eval_steps=args.eval_steps or math.ceil(steps_per_epoch)),
+        record=job.arguments.flat,
+        layout={"global_train_batch_size": global_batch_size, "training_examples": len(splits["train"])},
         accelerator=accelerator,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
         batches=batches,
         num_micro_batches=num_micro_batches,
-        state=TrainerState(max_steps),
+        state=state,
         task=task,
         tokenizer=tokenizer,
         eval_loaders=loaders(task.validation_splits),
         test_loaders=loaders(task.test_splits),
     )
+    glue_run.resume(checkpoint)
+    return glue_run
 
 
 def model_to_start_from(job: Job, output_dir: Path) -> ModelArguments:
@@ -510,19 +522,19 @@ def model_to_start_from(job: Job, output_dir: Path) -> ModelArguments:
 
 
 def train_and_save(job: Job, splits: dict[str, Dataset], tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> None:
-    """One run, from its beginning."""
+    """One run, from its beginning or its last checkpoint."""
     started = time.perf_counter()
-    accelerator = start(job.arguments.training)
+    accelerator, checkpoint = start(job.arguments.training, job.arguments.flat, FREE_ARGUMENTS)
     model_args = model_to_start_from(job, output_dir)
     if accelerator.is_main_process:
         tqdm.write(f"{job.task.title}, seed {job.seed}:")
-    glue_run = prepare(job, model_args, splits, tokenizer, accelerator)
-    init_trackers(accelerator, "run_glue", job.arguments.flat)
-    glue_run.train()
-    glue_run.predict_test_sets()
+    glue_run = prepare(job, model_args, splits, tokenizer, accelerator, checkpoint)
+    begin(accelerator, "run_glue", job.arguments.flat, checkpoint)
+    with stopping_on_sigterm(accelerator):
+        glue_run.train()
+        glue_run.predict_test_sets()
     if accelerator.is_main_process:
         glue_run.save_results(
-            job.arguments.flat,
             time.perf_counter() - started,
             task=job.task.name,
             seed=job.seed,
@@ -572,6 +584,7 @@ def main() -> None:
     arguments, jobs = parse(sys.argv[1:])
     args, output_dir = arguments.training, Path(arguments.training.output_dir)
     check_output_dir(output_dir, args.overwrite_output_dir)
+    check_resumed_run(args.resume_from_checkpoint, jobs)
     compared = read_summaries(args.compare or [], output_dir.resolve().name)
     check_other_seeds(jobs, output_dir)
     pending = [job for job in jobs if args.overwrite_output_dir or not job.is_finished()]

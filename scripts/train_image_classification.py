@@ -15,16 +15,14 @@ The command line overrides the recipe, the recipe overrides the defaults. Images
 model's configuration. One update sees `global_train_batch_size` images, however many processes and micro-batches they
 are spread over, and its loss is the mean over them. output_dir receives the weights (averaged ones, with ema_decay),
 the image processor, the config, results.json, loss_curve.png, confusion_matrix.png and predictions.png; the best and
-the last checkpoint are beside them. Not here: resuming a run, DeepSpeed,
-FSDP.
+the last checkpoint are beside them. A run that was stopped goes on with the same command.
 """
 
 import functools
 import inspect
-import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -41,7 +39,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 from transformers import (
     AutoModelForImageClassification,
     PreTrainedConfig,
@@ -52,7 +49,8 @@ from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 from lion_transformers.configuration_lion import as_pair
-from lion_transformers.scripts.arguments import UsageError, one_line, parse_arguments, run
+from lion_transformers.scripts.arguments import UsageError, one_line, parse_arguments, run, why_not_loaded
+from lion_transformers.scripts.batching import Batches, check_first_batch, endless_batches, shuffled
 from lion_transformers.scripts.checkpointing import atomic_write, write_json
 from lion_transformers.scripts.images import (
     AugmentationArguments,
@@ -71,6 +69,7 @@ from lion_transformers.scripts.images import (
     train_transform,
 )
 from lion_transformers.scripts.optimization import cosine_schedule
+from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
     ModelArguments,
     TrainerState,
@@ -79,14 +78,16 @@ from lion_transformers.scripts.training import (
     accumulation_steps,
     adamw,
     backward_full_batches,
+    begin,
     build_model,
     check_range,
-    endless_batches,
-    init_trackers,
+    copy_weights,
+    evaluation_batches,
     load_pretrained_config,
     prepare_training,
     provenance,
     start,
+    stopping_on_sigterm,
 )
 
 
@@ -164,6 +165,11 @@ class Arguments:
     augmentation: AugmentationArguments
     distillation: DistillationArguments
     training: ClassificationArguments
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """Every argument by its name."""
+        return {name: value for group in asdict(self).values() for name, value in group.items()}
 
 
 # Model
@@ -263,9 +269,9 @@ def load_teacher(name: str, student: PreTrainedModel, processor: ViTImageProcess
         UsageError: it cannot be loaded, or its classes, channels or size are not the student's.
     """
     try:
-        model = AutoModelForImageClassification.from_pretrained(name, dtype=torch.float32)
+        model = AutoModelForImageClassification.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot load the teacher {name}: {one_line(error)}") from error
+        raise UsageError(f"cannot load the teacher {name}: {why_not_loaded(error)}") from error
     config, student_config = model.config, student.config
     if config.num_labels != student_config.num_labels:
         raise UsageError(f"the teacher has {config.num_labels} labels, the student {student_config.num_labels}.")
@@ -378,8 +384,7 @@ class Evaluator:
         model.eval()
         interpolate = needs_interpolation(model, parse_size(resolution))
         rows = []
-        description, is_main = f"Evaluating at {resolution}", self.accelerator.is_main_process
-        for batch in tqdm(self.loaders[resolution], desc=description, leave=False, disable=not is_main):
+        for batch in evaluation_batches(self.accelerator, self.loaders[resolution], f"Evaluating at {resolution}"):
             with self.accelerator.autocast():
                 logits = classify(model, batch["pixel_values"], interpolate)
             rows.append([part.cpu() for part in self.accelerator.gather_for_metrics((logits, batch["labels"]))])
@@ -495,11 +500,11 @@ class ClassificationRun(TrainingRun):
         with self.accelerator.autocast():  # the teacher too
             return self.loss(self.model, batch)
 
-    def update(self) -> tuple[Tensor, Tensor, Tensor]:
-        sums = super().update()
+    def update(self) -> bool:
+        stop = super().update()
         if self.ema is not None:
             self.ema.update_parameters(self.accelerator.unwrap_model(self.model))
-        return sums
+        return stop
 
     def compute_metrics(self) -> dict[str, float]:
         self.latest = self.evaluate_at(self.evaluator.first)
@@ -528,37 +533,47 @@ class ClassificationRun(TrainingRun):
             self.final_model.save_pretrained(folder / "ema")
             self.save_processor(folder / "ema")
 
+    def load_checkpoint_files(self, folder: Path) -> None:
+        if self.ema is not None:
+            copy_weights(folder / "ema", self.ema.module)
+            self.ema.n_averaged.fill_(1 + self.state.step)
+
 
 def make_train_batches(
-    arguments: Arguments, accelerator: Accelerator, images: LabelledImages, num_classes: int
-) -> Iterator[dict[str, Tensor]]:
-    """This process's micro-batches, full ones only, without end; each pass over the data has its own order."""
-    args, augmentation, num_workers = arguments.training, arguments.augmentation, arguments.data.dataloader_num_workers
-    sampler = None
-    if augmentation.repeated_augmentation > 1:
-        sampler = RepeatAugSampler(
-            images,
-            num_replicas=accelerator.num_processes,
-            rank=accelerator.process_index,
-            num_repeats=augmentation.repeated_augmentation,
-            selected_round=0,  # else a pass leaves out up to 255 images
-        )
-    loader = DataLoader(
+    arguments: Arguments, accelerator: Accelerator, images: LabelledImages, num_classes: int, start: int = 0
+) -> Batches:
+    """This process's micro-batches from number `start` on: full ones, without end, every pass in its own order."""
+    args, augmentation = arguments.training, arguments.augmentation
+    return endless_batches(
+        accelerator,
         images,
+        make_order(images, augmentation.repeated_augmentation, args.seed),
+        MixingCollator(augmentation.mixup, augmentation.cutmix, num_classes),
         batch_size=args.per_device_train_batch_size,
-        shuffle=None if sampler else True,
-        sampler=sampler,
-        collate_fn=MixingCollator(augmentation.mixup, augmentation.cutmix, num_classes),
-        drop_last=True,
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-        pin_memory=accelerator.device.type == "cuda",
+        num_workers=arguments.data.dataloader_num_workers,
+        seed=args.seed,
+        start=start,
+        unit="images",
     )
-    size = f"{args.per_device_train_batch_size} images"
-    if sampler:  # which splits the data over the processes, and whose epoch is its seed
-        return endless_batches(accelerator, loader, lambda epoch: sampler.set_epoch(args.seed + epoch), size)
-    loader = accelerator.prepare(loader)
-    return endless_batches(accelerator, loader, loader.set_epoch, size)
+
+
+def make_order(images: LabelledImages, num_repeats: int, seed: int) -> Callable[[int], Sequence[int]]:
+    """From the number of a pass to the images in it; with repeated augmentation, fewer ones several times in a row."""
+    if num_repeats == 1:
+        return shuffled(len(images), seed)
+    sampler = RepeatAugSampler(
+        images,
+        num_replicas=1,
+        rank=0,
+        num_repeats=num_repeats,
+        selected_round=0,  # else a pass leaves out up to 255 images
+    )
+
+    def order(epoch: int) -> list[int]:
+        sampler.set_epoch(seed + epoch)  # which is all that it draws from
+        return list(sampler)
+
+    return order
 
 
 def make_ema(model: PreTrainedModel, decay: float, device: torch.device) -> AveragedModel | None:
@@ -593,11 +608,11 @@ def load_training_data(arguments: Arguments, accelerator: Accelerator) -> tuple[
         train_rows, evaluation_rows = load_splits(arguments.data, seed, evaluate_only=False)
     set_seed(seed)  # the same weights everywhere: averages start from them
     model = load_model(arguments.model, class_names(train_rows, arguments.data))
-    set_seed(seed, device_specific=True)  # dropout and augmentation differ over devices
     return model, train_rows, evaluation_rows
 
 
-def prepare(arguments: Arguments, accelerator: Accelerator) -> ClassificationRun:
+def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoint | None = None) -> ClassificationRun:
+    """A run that begins, or one that goes on from a checkpoint."""
     args, distillation = arguments.training, arguments.distillation
     num_micro_batches = accumulation_steps(
         args.global_train_batch_size, args.per_device_train_batch_size, accelerator.num_processes
@@ -616,42 +631,46 @@ def prepare(arguments: Arguments, accelerator: Accelerator) -> ClassificationRun
 
     steps_per_epoch = max(1, len(train) // global_batch_size)
     max_steps = args.max_steps if args.max_steps > 0 else max(1, round(args.num_train_epochs * steps_per_epoch))
+    state = TrainerState(**checkpoint.state) if checkpoint else TrainerState(max_steps)
     ema = make_ema(model, args.ema_decay, accelerator.device)
     optimizer = adamw(model, args, args.base_learning_rate * global_batch_size / 512)
     scheduler = make_schedule(optimizer, args, max_steps, steps_per_epoch)
-    model, optimizer = prepare_training(accelerator, model, optimizer, scheduler)
-    batches = make_train_batches(arguments, accelerator, train, num_classes)
-    # One batch now: too few or broken images are found before anything else takes time.
-    batches = itertools.chain([next(batches)], batches)
-    return ClassificationRun(
+    model, optimizer = prepare_training(accelerator, model, optimizer)
+    make_batches = functools.partial(make_train_batches, arguments, accelerator, train, num_classes)
+    if checkpoint is None:
+        check_first_batch(accelerator, make_batches())
+    classification = ClassificationRun(
         args=replace(args, eval_steps=args.eval_steps or steps_per_epoch),
+        record=arguments.flat,
+        layout={"global_train_batch_size": global_batch_size, "training_images": len(train)},
         accelerator=accelerator,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        batches=batches,
+        batches=make_batches(start=state.step * num_micro_batches),
         num_micro_batches=num_micro_batches,
-        state=TrainerState(max_steps),
+        state=state,
         loss=ClassificationLoss(args.label_smoothing, teacher, distillation),
         ema=ema,
         processor=processor,
         evaluator=evaluator,
     )
+    classification.resume(checkpoint)
+    return classification
 
 
-def train_and_save(arguments: Arguments, accelerator: Accelerator, started: float) -> None:
-    """The whole run; `started` is when the script was."""
-    classification, record = prepare(arguments, accelerator), flat(arguments)
-    init_trackers(accelerator, "train_image_classification", record)
+def train_and_save(classification: ClassificationRun, started: float) -> None:
+    """The run; `started` is when the script was."""
     classification.train()
-    evaluator, (metrics, predictions) = classification.evaluator, classification.latest
+    evaluator = classification.evaluator
+    metrics, predictions = classification.latest or classification.evaluate_at(evaluator.first)
     resolutions = {evaluator.first: metrics}
     for resolution in evaluator.others:
         resolutions[resolution], _ = classification.evaluate_at(resolution)
-    if not accelerator.is_main_process:
+    if not classification.accelerator.is_main_process:
         return
     save_pictures(classification.output_dir, predictions, evaluator.images, classification.final_model.config)
-    results = classification.save_results(record, time.perf_counter() - started, resolutions=resolutions)
+    results = classification.save_results(time.perf_counter() - started, resolutions=resolutions)
     print(f"before: {describe(results['before'])}")
     print_resolutions(resolutions)
     print(f"{results['images_per_second']:,.0f} images per second; everything is in {classification.output_dir}")
@@ -671,13 +690,8 @@ def evaluate_and_save(arguments: Arguments, accelerator: Accelerator) -> None:
         resolutions = {resolution: each.metrics() for resolution, each in predictions.items()}
         output_dir = Path(arguments.training.output_dir)
         save_pictures(output_dir, predictions[evaluator.first], evaluator.images, model.config)
-        write_json(output_dir / "results.json", {"resolutions": resolutions, **provenance(model, flat(arguments))})
+        write_json(output_dir / "results.json", {"resolutions": resolutions, **provenance(model, arguments.flat)})
         print_resolutions(resolutions)
-
-
-def flat(arguments: Arguments) -> dict[str, Any]:
-    """Every argument by its name."""
-    return {name: value for group in asdict(arguments).values() for name, value in group.items()}
 
 
 def print_resolutions(resolutions: dict[str, dict[str, float]]) -> None:
@@ -689,11 +703,14 @@ def main() -> None:
     started = time.perf_counter()
     kinds = [kind.type for kind in fields(Arguments)]
     arguments = Arguments(*parse_arguments(kinds, None, __doc__))
-    accelerator = start(arguments.training)
+    accelerator, checkpoint = start(arguments.training, arguments.flat)
     if arguments.training.evaluate_only:
         evaluate_and_save(arguments, accelerator)
     else:
-        train_and_save(arguments, accelerator, started)
+        classification = prepare(arguments, accelerator, checkpoint)
+        begin(accelerator, "train_image_classification", arguments.flat, checkpoint)
+        with stopping_on_sigterm(accelerator):
+            train_and_save(classification, started)
     accelerator.end_training()
 
 

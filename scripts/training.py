@@ -4,10 +4,12 @@ A script subclasses `TrainingRun` and says what an example is, what its loss is 
 """
 
 import functools
-import itertools
 import math
 import os
 import platform
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,10 +22,12 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, send_to_device
+from accelerate.utils import ProjectConfiguration, broadcast_object_list, set_seed
+from accelerate.utils import load as load_without_code
 from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import StrictDataclassError
 from matplotlib.figure import Figure
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -38,23 +42,30 @@ from transformers import (
 from transformers.hf_argparser import HfArg
 
 import lion_transformers
-from lion_transformers.scripts.arguments import KeyValues, MergeKeyValues, UsageError, one_line
+from lion_transformers.scripts.arguments import KeyValues, MergeKeyValues, UsageError, one_line, why_not_loaded
+from lion_transformers.scripts.batching import Batches, derived_seed
 from lion_transformers.scripts.checkpointing import (
     atomic_write,
     checkpoint_folder,
     claim_output_dir,
     clear_output_dir,
+    clear_unfinished,
+    list_checkpoints,
     prune_checkpoints,
     publish,
     publish_files,
     unfinished,
     write_json,
+    write_manifest,
+    writing,
 )
 from lion_transformers.scripts.optimization import weight_decay_groups
+from lion_transformers.scripts.resuming import FREE_ARGUMENTS, Checkpoint, folder_to_resume, read_checkpoint
 from lion_transformers.tokenization.corpus import CorpusError
 
 
 VERSIONED_MODULES = [lion_transformers, torch, transformers, accelerate, datasets]
+SCHEDULER_FILE = "scheduler.bin"
 
 
 # Arguments
@@ -98,7 +109,13 @@ class TrainingArguments:
     _argument_group_name = "training"
 
     output_dir: str = field(metadata={"help": "Folder for everything that the run writes."})
-    overwrite_output_dir: bool = HfArg(default=False, help="Write into output_dir even if it holds an earlier run.")
+    overwrite_output_dir: bool = HfArg(
+        default=False, help="Begin anew and write into output_dir even if it holds an earlier run."
+    )
+    resume_from_checkpoint: str | None = HfArg(
+        default=None,
+        help="Folder of a checkpoint to go on from, or latest. Default: the last one in output_dir, if there is any.",
+    )
     global_train_batch_size: int | None = HfArg(
         default=None,
         help="Examples per update over all devices; gradient accumulation follows. Default: one batch a device.",
@@ -122,6 +139,9 @@ class TrainingArguments:
         default=None, help="Updates between two checkpoints, a multiple of eval_steps, which is the default."
     )
     save_total_limit: int = HfArg(default=2, help="Checkpoints kept; the best and the last always are.")
+    max_nonfinite_steps: int = HfArg(
+        default=5, help="Updates in a row that are left out because their loss is not finite; one more ends the run."
+    )
     report_to: list[str] = field(
         default_factory=lambda: ["tensorboard"],
         metadata={"help": "Trackers by Accelerate's names (tensorboard wandb ...), all, or none."},
@@ -131,6 +151,7 @@ class TrainingArguments:
         self.save_steps = self.save_steps or self.eval_steps
         positive = ["per_device_train_batch_size", "per_device_eval_batch_size", "logging_steps", "eval_steps"]
         check_range(self, [*positive, "save_steps", "save_total_limit"], low=1)
+        check_range(self, ["max_nonfinite_steps"], low=0)
         if self.eval_steps and self.save_steps % self.eval_steps:
             raise UsageError(f"save_steps {self.save_steps} is not a multiple of eval_steps {self.eval_steps}.")
 
@@ -138,16 +159,42 @@ class TrainingArguments:
 # The start of a run
 
 
-def start(args: TrainingArguments) -> Accelerator:
-    """Claim output_dir and meet the other processes; only the main one shows progress."""
+def start(
+    args: TrainingArguments, record: dict[str, Any], free: set[str] = FREE_ARGUMENTS
+) -> tuple[Accelerator, Checkpoint | None]:
+    """Claim output_dir, meet the other processes, and find what there is to go on from; the main one shows progress.
+
+    Args:
+        args: of the run.
+        record: every argument of the run by its name; a checkpoint of other ones is refused.
+        free: names of those that may differ all the same.
+    """
     output_dir = Path(args.output_dir)
-    claim_output_dir(output_dir, args.overwrite_output_dir)
+    claim_output_dir(output_dir, args.overwrite_output_dir or bool(list_checkpoints(output_dir)))
+    folder = folder_to_resume(output_dir, args.resume_from_checkpoint, args.overwrite_output_dir)
     accelerator = make_accelerator(args)
     accelerator.wait_for_everyone()
     show_progress_once(accelerator)
+    checkpoint = folder and read_on_main_process(accelerator, folder)
+    if checkpoint:
+        checkpoint.check_arguments(record, free)
+        if accelerator.is_main_process:
+            tqdm.write(f"{checkpoint.folder}: going on from step {checkpoint.state['step']}")
+    return accelerator, checkpoint
+
+
+def read_on_main_process(accelerator: Accelerator, folder: Path) -> Checkpoint:
+    """The checkpoint, whose files one process reads for all, to see that they are whole; a failure is one of all."""
+    result = None
     if accelerator.is_main_process:
-        clear_output_dir(output_dir)
-    return accelerator
+        try:
+            result = read_checkpoint(folder)
+        except UsageError as error:
+            result = error
+    (result,) = broadcast_object_list([result])
+    if isinstance(result, UsageError):
+        raise result
+    return result
 
 
 def show_progress_once(accelerator: Accelerator) -> None:
@@ -163,7 +210,6 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
             mixed_precision=args.mixed_precision,
             log_with=None if args.report_to == ["none"] else args.report_to,
             project_config=ProjectConfiguration(args.output_dir, logging_dir=str(Path(args.output_dir, "runs"))),
-            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
         )
     except ValueError as error:
         raise UsageError(one_line(error)) from error
@@ -173,8 +219,62 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
     return accelerator
 
 
-def init_trackers(accelerator: Accelerator, name: str, arguments: dict[str, Any]) -> None:
-    accelerator.init_trackers(name, config={argument: str(value) for argument, value in arguments.items()})
+def begin(accelerator: Accelerator, name: str, arguments: dict[str, Any], checkpoint: Checkpoint | None) -> None:
+    """Remove what an earlier run left beyond the checkpoint, and log from there on.
+
+    To be called once data and model are known to be good: a run that fails before costs nothing that was written.
+    """
+    output_dir, step = Path(arguments["output_dir"]), checkpoint.state["step"] if checkpoint else None
+    if accelerator.is_main_process:
+        clear_output_dir(output_dir) if checkpoint is None else clear_unfinished(output_dir, after_step=step)
+    options = {"tensorboard": {"purge_step": step + 1}} if step else {}
+    accelerator.init_trackers(name, {argument: str(value) for argument, value in arguments.items()}, options)
+
+
+# The end of a run that the machine's owner asks for
+
+_stop = threading.Event()
+
+
+class StopRequested(Exception):
+    """A process has been sent SIGTERM, as clusters do before they take a machine away."""
+
+
+@contextmanager
+def stopping_on_sigterm(accelerator: Accelerator) -> Iterator[None]:
+    """Let a run end by itself when any of its processes is sent SIGTERM: with a checkpoint, and exit code 0."""
+    _stop.clear()
+    before = signal.signal(signal.SIGTERM, lambda *_: _stop.set())
+    try:
+        yield
+    except StopRequested:
+        if accelerator.is_main_process:
+            tqdm.write("stopped by SIGTERM; the same command goes on from the last checkpoint")
+        accelerator.end_training()
+        sys.exit(0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def in_any_process(accelerator: Accelerator, *flags: bool) -> list[bool]:
+    """Whether each flag is set anywhere; all processes have to ask."""
+    counts = torch.tensor(flags, dtype=torch.float32, device=accelerator.device)
+    return [count > 0 for count in accelerator.reduce(counts, reduction="sum").tolist()]
+
+
+def evaluation_batches(
+    accelerator: Accelerator, loader: DataLoader, description: str = "Evaluating"
+) -> Iterator[dict[str, Tensor]]:
+    """One pass, with a progress bar.
+
+    Raises:
+        StopRequested: in the middle of it.
+    """
+    for batch in tqdm(loader, desc=description, leave=False, disable=not accelerator.is_main_process):
+        yield batch
+        (stop,) = in_any_process(accelerator, _stop.is_set())
+        if stop:
+            raise StopRequested
 
 
 def accumulation_steps(global_batch_size: int | None, per_device_batch_size: int, num_processes: int) -> int:
@@ -218,22 +318,23 @@ def build_model(args: ModelArguments, auto_class: type, settings: dict[str, Any]
         raise UsageError(f"unknown model_type {args.model_type}.")
     try:
         if name:
-            config = AutoConfig.from_pretrained(name, **settings)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False, **settings)
         else:
             config = AutoConfig.for_model(args.model_type, **settings)
         if args.model_name_or_path:
-            return auto_class.from_pretrained(name, config=config, dtype=torch.float32, **loading)
+            loading = {"config": config, "dtype": torch.float32, "trust_remote_code": False, **loading}
+            return auto_class.from_pretrained(name, **loading)
         return auto_class.from_config(config, dtype=torch.float32)
     # RuntimeError: weights of other sizes; KeyError: an activation that is not there.
     except (OSError, ValueError, TypeError, RuntimeError, KeyError, StrictDataclassError) as error:
-        raise UsageError(f"cannot make the model {name or args.model_type}: {one_line(error)}") from error
+        raise UsageError(f"cannot make the model {name or args.model_type}: {why_not_loaded(error)}") from error
 
 
 def load_pretrained_config(args: ModelArguments) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(args.model_name_or_path)
+        return AutoConfig.from_pretrained(args.model_name_or_path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot load the model {args.model_name_or_path}: {one_line(error)}") from error
+        raise UsageError(f"cannot load the model {args.model_name_or_path}: {why_not_loaded(error)}") from error
 
 
 def load_tokenizer(name: str | None, needed: list[str], purpose: str) -> PreTrainedTokenizerBase:
@@ -241,9 +342,9 @@ def load_tokenizer(name: str | None, needed: list[str], purpose: str) -> PreTrai
     if name is None:
         raise UsageError("give a tokenizer_name: a folder or a name on the Hub.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot load the tokenizer {name}: {one_line(error)}") from error
+        raise UsageError(f"cannot load the tokenizer {name}: {why_not_loaded(error)}") from error
     for token in needed:
         if getattr(tokenizer, token) is None:
             raise UsageError(f"the tokenizer {name} has no {token}, which {purpose} needs.")
@@ -272,13 +373,14 @@ def prepare_training(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Hand model and optimizer to Accelerate and tell it what belongs to a checkpoint."""
-    # The schedule is not prepared: Accelerate would advance it once for every process.
+    """Hand model and optimizer to Accelerate and tell it how weights are saved.
+
+    The schedule is not handed over: Accelerate would advance it once for every process, and load it as a pickle.
+    """
     model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.register_for_checkpointing(scheduler)
     accelerator.register_save_state_pre_hook(functools.partial(save_weights, accelerator))
+    accelerator.register_load_state_pre_hook(functools.partial(load_weights, accelerator))
     return model, optimizer
 
 
@@ -289,30 +391,17 @@ def save_weights(accelerator: Accelerator, models: list[nn.Module], weights: lis
     weights.clear()
 
 
-def endless_batches(
-    accelerator: Accelerator, loader: DataLoader, set_epoch: Callable[[int], Any], size: str
-) -> Iterator[dict[str, Tensor]]:
-    """This process's micro-batches without end.
+def load_weights(accelerator: Accelerator, models: list[nn.Module], folder: Path) -> None:
+    """The other way round."""
+    if models:
+        copy_weights(Path(folder), accelerator.unwrap_model(models[0]))
+        models.clear()
 
-    Args:
-        accelerator: its device gets the batches.
-        loader: one pass over the data, full batches only.
-        set_epoch: gives the next pass its own order.
-        size: a batch in words, for the error.
 
-    Raises:
-        UsageError: there are too few examples for one batch.
-    """
-    for epoch in itertools.count():
-        set_epoch(epoch)
-        batch = None
-        for batch in loader:
-            yield send_to_device(batch, accelerator.device, non_blocking=True)
-        if batch is None:
-            raise UsageError(
-                f"the training data are too small for one batch of {size} on each of"
-                f" {accelerator.num_processes} devices."
-            )
+def copy_weights(folder: Path, model: PreTrainedModel) -> None:
+    """Give a model the weights of one of its own class in `folder`."""
+    saved = type(model).from_pretrained(folder, dtype=torch.float32)
+    model.load_state_dict(saved.state_dict())
 
 
 # The run
@@ -372,25 +461,45 @@ class TrainerState:
 
     max_steps: int
     step: int = 0
-    units: int = 0  # tokens or images seen
+    units: int = 0  # tokens or images seen, as far as they are logged
     train_seconds: float = 0.0  # without evaluation and saving
     best_step: int | None = None  # among the checkpoints
     best_metric: float | None = None
+    nonfinite_steps: int = 0  # the last updates, as far as their loss was not finite
+    # Since the last log:
+    unlogged_loss: float = 0.0
+    unlogged_terms: int = 0
+    unlogged_units: int = 0
+    unlogged_seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
 
 
 @dataclass
 class TrainingRun:
-    """Everything that takes part in a run, prepared by Accelerate where that is due."""
+    """Everything that takes part in a run, prepared by Accelerate where that is due.
+
+    Args:
+        args: of training.
+        record: every argument of the run by its name.
+        layout: what of data and processes a checkpoint can only be resumed with.
+        batches: this process's, from the first that the run has not seen.
+    """
 
     args: TrainingArguments
+    record: dict[str, Any]
+    layout: dict[str, Any]
     accelerator: Accelerator
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    batches: Iterator[dict[str, Tensor]]
+    batches: Batches
     num_micro_batches: int
     state: TrainerState
+    # Of the updates that are not in the state yet: loss of this process, numbers of terms and units (2,) of all.
+    updates: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)
+    timer: float = field(default=0.0, init=False)  # when the first of them began
+    grad_norm: Tensor | None = field(default=None, init=False)  # of the last update, before clipping
+    saved_step: int | None = field(default=None, init=False)  # of the last checkpoint
 
     unit: ClassVar[str]  # what throughput is counted in
     loss_label: ClassVar[str]
@@ -419,8 +528,14 @@ class TrainingRun:
         raise NotImplementedError
 
     def save_checkpoint_files(self, folder: Path) -> None:
-        """Save what belongs to a checkpoint beside the weights and Accelerate's states."""
+        """Save what belongs to a checkpoint beside the weights and Accelerate's states; in the main process."""
         self.save_processor(folder)
+
+    def load_checkpoint_files(self, folder: Path) -> None:
+        """Load what of this belongs to the state of the run; in every process."""
+
+    def save_process_files(self, folder: Path) -> None:
+        """Save what belongs to a checkpoint and every process has its own of."""
 
     @property
     def output_dir(self) -> Path:
@@ -431,60 +546,137 @@ class TrainingRun:
         """The model that the run leaves."""
         return self.accelerator.unwrap_model(self.model)
 
+    def resume(self, checkpoint: Checkpoint | None) -> None:
+        """Go on as if the run had never stopped after the update that the checkpoint was made after."""
+        if checkpoint is None:
+            return
+        checkpoint.check_layout(self.layout)
+        try:
+            self.accelerator.load_state(str(checkpoint.folder))
+            self.scheduler.load_state_dict(load_without_code(checkpoint.folder / SCHEDULER_FILE))
+            self.load_checkpoint_files(checkpoint.folder)
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            raise UsageError(f"{checkpoint.folder} does not fit this run: {one_line(error)}") from error
+        if checkpoint.folder.resolve() == checkpoint_folder(self.output_dir, self.state.step).resolve():
+            self.saved_step = self.state.step
+
     def train(self) -> None:
-        state, args = self.state, self.args
-        self.evaluate()
-        progress = tqdm(
-            total=state.max_steps, desc="Training", unit="step", disable=not self.accelerator.is_main_process
-        )
-        updates, started = [], time.perf_counter()
-        while state.step < state.max_steps and not self.stops_early():
-            updates.append(self.update())
-            state.step += 1
-            progress.update()
-            is_last = state.step == state.max_steps
-            is_eval = is_last or state.step % args.eval_steps == 0
-            if is_eval or state.step % args.logging_steps == 0:
-                self.log_training(updates, started, progress)
-                if is_eval:
-                    self.evaluate()
-                if is_last or state.step % args.save_steps == 0:
-                    self.save_checkpoint()
-                updates, started = [], time.perf_counter()
+        """Evaluate, update, save and log until the last update; a stopped run goes on where it was.
+
+        Raises:
+            StopRequested: after the update in which a process was asked to stop, or in the middle of an evaluation;
+                there is a checkpoint.
+        """
+        state, bar = self.state, self.accelerator.is_main_process
+        progress = tqdm(total=state.max_steps, initial=state.step, desc="Training", unit="step", disable=not bar)
+        try:
+            self.evaluate_and_save_if_due()
+            while state.step < state.max_steps and not self.stops_early():
+                self.timer = time.perf_counter() if not self.updates else self.timer
+                stop = self.update()
+                state.step += 1
+                progress.update()
+                if self.is_evaluation_due() or state.step % self.args.logging_steps == 0:
+                    self.log_training(progress)
+                if stop:
+                    raise StopRequested
+                self.evaluate_and_save_if_due()
+        except StopRequested:
+            self.save_checkpoint()
+            raise
+        finally:
+            self.batches.close()
         progress.close()
         if self.load_best_model_at_end:
             self.load_best_checkpoint()
 
+    def is_evaluation_due(self) -> bool:
+        """Whether the run has come to a step that is evaluated, and this has not been done."""
+        step, entry = self.state.step, self.last_evaluation
+        is_due = step == self.state.max_steps or step % self.args.eval_steps == 0
+        return is_due and (entry is None or entry["step"] != step)
+
+    @property
+    def last_evaluation(self) -> dict[str, float] | None:
+        return next((entry for entry in reversed(self.state.history) if "eval_loss" in entry), None)
+
+    def evaluate_and_save_if_due(self) -> None:
+        state = self.state
+        if not self.is_evaluation_due():
+            return
+        self.evaluate()
+        if state.step == state.max_steps or (state.step and state.step % self.args.save_steps == 0):
+            self.note_if_best(self.last_evaluation)  # no best checkpoint without an evaluation just before it
+            self.save_checkpoint()
+
     def load_best_checkpoint(self) -> None:
         self.accelerator.wait_for_everyone()  # the main process gives the last checkpoint its name
-        best = type(self.final_model).from_pretrained(checkpoint_folder(self.output_dir, self.state.best_step))
-        self.final_model.load_state_dict(best.state_dict())
+        copy_weights(checkpoint_folder(self.output_dir, self.state.best_step), self.final_model)
 
-    def update(self) -> tuple[Tensor, Tensor, Tensor]:
-        """One step of the optimizer. Returns accumulate_gradients' sums and the gradient's norm before clipping."""
-        micro_batches = list(itertools.islice(self.batches, self.num_micro_batches))
+    def update(self) -> bool:
+        """One step of the optimizer, left out if the loss is not finite. Returns whether to stop after it."""
+        micro_batches = [next(self.batches) for _ in range(self.num_micro_batches)]
+        # Dropout follows from the seed and the step: it does not matter what was drawn before, nor when a run stopped.
+        set_seed(derived_seed(self.args.seed, self.state.step, self.accelerator.process_index))
         loss, counts = self.accumulate_gradients(micro_batches)
-        grad_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or math.inf)
-        self.optimizer.step()
-        if not self.accelerator.optimizer_step_was_skipped:  # as fp16 does when gradients overflow
-            self.scheduler.step()
+        self.grad_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or math.inf)
+        scaler = self.accelerator.scaler  # takes care of gradients that are not finite itself
+        is_finite = loss.isfinite() & (self.grad_norm.isfinite() if scaler is None else True)
+        nonfinite, stop = in_any_process(self.accelerator, not is_finite, _stop.is_set())
+        if scaler is not None or not nonfinite:
+            self.optimizer.step()
+            if not self.accelerator.optimizer_step_was_skipped:  # as fp16 does when gradients overflow
+                self.scheduler.step()
         self.optimizer.zero_grad()
-        return loss, counts, grad_norm
+        self.updates.append((loss, counts))
+        self.count_nonfinite(nonfinite, micro_batches)
+        return stop
 
-    def log_training(self, updates: list[tuple[Tensor, Tensor, Tensor]], started: float, progress: tqdm) -> None:
-        losses, counts, grad_norms = (torch.stack(column) for column in zip(*updates, strict=True))
-        loss = self.accelerator.reduce(losses.sum(), reduction="sum").item()
+    def count_nonfinite(self, nonfinite: bool, micro_batches: list[dict[str, Tensor]]) -> None:
+        """Keep count of the updates that have been left out; too many in a row end the run."""
+        state, args = self.state, self.args
+        state.nonfinite_steps = state.nonfinite_steps + 1 if nonfinite else 0
+        step = state.step + 1
+        if nonfinite and self.accelerator.is_main_process:
+            tqdm.write(f"step {step}: the loss or its gradient is not finite; this update is left out")
+        if state.nonfinite_steps > args.max_nonfinite_steps:
+            file = self.output_dir / f"nonfinite-batch-{step}-process-{self.accelerator.process_index}.safetensors"
+            tensors = {
+                f"{number}.{name}": tensor.cpu().contiguous()
+                for number, batch in enumerate(micro_batches)
+                for name, tensor in batch.items()
+            }
+            atomic_write(file, functools.partial(save_file, tensors))
+            raise UsageError(
+                f"the loss or its gradient was not finite in {state.nonfinite_steps} updates in a row, up to step"
+                f" {step}, whose batch is in {file}: look at it, or try a lower learning rate."
+            )
+
+    def sum_updates(self) -> None:
+        """Add what has happened since the last log to the state."""
+        if not self.updates:
+            return
+        losses, counts = (torch.stack(column) for column in zip(*self.updates, strict=True))
+        state = self.state
+        state.unlogged_loss += self.accelerator.reduce(losses.sum(), reduction="sum").item()
         terms, units = counts.sum(0).tolist()
-        seconds = time.perf_counter() - started  # after .item(), which waited for the device
-        self.state.units += units
-        self.state.train_seconds += seconds
-        throughput = f"{self.unit}_per_second"
+        state.unlogged_terms += terms
+        state.unlogged_units += units
+        state.unlogged_seconds += time.perf_counter() - self.timer  # after .item(), which waited for the device
+        self.updates.clear()
+
+    def log_training(self, progress: tqdm) -> None:
+        self.sum_updates()
+        state, throughput = self.state, f"{self.unit}_per_second"
         metrics = {
-            "loss": loss / max(terms, 1),
+            "loss": state.unlogged_loss / max(state.unlogged_terms, 1),
             "learning_rate": self.scheduler.get_last_lr()[0],
-            "grad_norm": grad_norms[-1].item(),
-            throughput: units / seconds,
+            "grad_norm": self.grad_norm.item(),
+            throughput: state.unlogged_units / state.unlogged_seconds,
         }
+        state.units += state.unlogged_units
+        state.train_seconds += state.unlogged_seconds
+        state.unlogged_loss, state.unlogged_terms, state.unlogged_units, state.unlogged_seconds = 0.0, 0, 0, 0.0
         self.log(metrics)
         progress.set_postfix({"loss": f"{metrics['loss']:.3f}", throughput: f"{metrics[throughput]:,.0f}"})
 
@@ -501,16 +693,25 @@ class TrainingRun:
 
     def save_checkpoint(self) -> None:
         """A folder that the Auto classes load, with the states of optimizer, schedule and generators."""
-        self.note_if_best(self.state.history[-1])  # no checkpoint without an evaluation just before it
+        if self.saved_step == self.state.step:  # from before an evaluation, which stopped
+            return
+        self.sum_updates()
         folder = checkpoint_folder(self.output_dir, self.state.step)
-        self.accelerator.save_state(unfinished(folder))
-        if self.accelerator.is_main_process:
-            self.save_checkpoint_files(unfinished(folder))
-            write_json(unfinished(folder) / "trainer_state.json", asdict(self.state))
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            publish(folder)
-            prune_checkpoints(self.output_dir, self.state.best_step, self.args.save_total_limit)
+        is_main = self.accelerator.is_main_process
+        with writing(folder):
+            self.accelerator.save_state(str(unfinished(folder)))
+            self.save_process_files(unfinished(folder))
+            if is_main:
+                torch.save(self.scheduler.state_dict(), unfinished(folder) / SCHEDULER_FILE)
+                self.save_checkpoint_files(unfinished(folder))
+                write_json(unfinished(folder) / "trainer_state.json", asdict(self.state))
+            self.accelerator.wait_for_everyone()
+            if is_main:
+                write_manifest(unfinished(folder), arguments=self.record, layout=self.layout)
+                publish(folder)
+                prune_checkpoints(self.output_dir, self.state.best_step, self.args.save_total_limit)
+        self.accelerator.wait_for_everyone()  # the others may look for it
+        self.saved_step = self.state.step
 
     def note_if_best(self, metrics: dict[str, float]) -> None:
         metric, best = metrics[self.metric_for_best_model], self.state.best_metric
@@ -519,7 +720,7 @@ class TrainingRun:
         if metric > best if self.greater_is_better else metric < best:
             self.state.best_step, self.state.best_metric = self.state.step, metric
 
-    def save_results(self, arguments: dict[str, Any], wall_seconds: float, **more: Any) -> dict[str, Any]:
+    def save_results(self, wall_seconds: float, **more: Any) -> dict[str, Any]:
         """The model, a plot and, last of all, results.json with `more` in it: where it is, the run is complete."""
         self.save_model()
         plot = functools.partial(plot_losses, self.state.history, self.loss_label)
@@ -534,7 +735,7 @@ class TrainingRun:
             self.unit: self.state.units,
             f"{self.unit}_per_second": self.state.units / self.state.train_seconds,
             "wall_seconds": wall_seconds,
-            **provenance(self.final_model, arguments),
+            **provenance(self.final_model, self.record),
             "history": self.state.history,
         }
         write_json(self.output_dir / "results.json", results)

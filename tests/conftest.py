@@ -6,6 +6,7 @@ import huggingface_hub
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from hypothesis import settings
 from transformers.utils import logging
 
 import lion_transformers
@@ -15,6 +16,11 @@ from lion_transformers import lion_attention, modeling_lion
 # pytest takes the repository's root, which is a package, for one named like its folder, and would import all of it a
 # second time: the Auto classes would then hand out classes of that copy.
 sys.modules.setdefault(Path(lion_transformers.__file__).parent.name, lion_transformers)
+
+# Random cases: the same few hundred in every run of the suite, new ones every night.
+settings.register_profile("suite", max_examples=300, deadline=None, derandomize=True)
+settings.register_profile("nightly", max_examples=10_000, deadline=None)
+settings.load_profile("suite")
 
 
 @pytest.fixture

@@ -84,14 +84,17 @@ def test_each_packed_sequence_has_its_own_pooled_output(decay_type, mode, poolin
     assert_close(logits, torch.cat(outputs_alone(model, sequences)))
 
 
+@pytest.mark.parametrize("fields", ["position_ids", "seq_idx", "cu_seq_lens_q", "all"])
+@pytest.mark.parametrize("cls", [*PER_TOKEN, LionForSequenceClassification], ids=lambda cls: cls.__name__)
 @each_decay
 @each_mode
-def test_a_mask_of_ones_beside_them_changes_nothing(decay_type, mode):
-    model, batch = build(LionForSequenceClassification, decay_type), pack(make_sequences())
+def test_a_mask_of_ones_beside_them_changes_nothing(cls, decay_type, mode, fields):
+    model, sequences = build(cls, decay_type), make_sequences()
+    batch = pack(sequences, **FIELDS[fields])
     with torch.no_grad():
-        expected = model(**batch, attn_mode=mode).logits
-        mask = torch.ones_like(batch["input_ids"])
-        assert torch.equal(model(**batch, attention_mask=mask, attn_mode=mode).logits, expected)
+        packed = outputs_of(model(**batch, attention_mask=torch.ones_like(batch["input_ids"]), attn_mode=mode))
+    is_pooled = cls is LionForSequenceClassification
+    assert_close(packed, torch.cat(outputs_alone(model, sequences), 0 if is_pooled else 1))
 
 
 @each_decay
@@ -179,6 +182,14 @@ def test_fields_that_contradict_each_other_are_refused(changes, message):
     model(ids, **fields)
     with pytest.raises(ValueError, match=message):
         model(ids, **{**fields, **changes})
+
+
+def test_lengths_that_contradict_positions_are_refused():
+    model, ids = build(LionModel), torch.arange(1, 9)[None]
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    model(ids, position_ids=positions, cu_seq_lens_q=torch.tensor([0, 3, 8]))
+    with pytest.raises(ValueError, match="`cu_seq_lens_q` and `position_ids` contradict"):
+        model(ids, position_ids=positions, cu_seq_lens_q=torch.tensor([0, 4, 8]))
 
 
 def test_lengths_go_with_a_single_row():

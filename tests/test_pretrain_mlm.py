@@ -34,6 +34,7 @@ from transformers import (
 import lion_transformers
 from lion_transformers.scripts import checkpointing, pretrain_mlm, training
 from lion_transformers.scripts.arguments import RECIPES, UsageError, parse_arguments
+from lion_transformers.scripts.batching import shuffle_stream
 from lion_transformers.scripts.checkpointing import (
     atomic_write,
     list_checkpoints,
@@ -45,6 +46,7 @@ from lion_transformers.scripts.checkpointing import (
 from lion_transformers.scripts.optimization import linear_schedule, weight_decay_groups
 from lion_transformers.scripts.pretrain_mlm import (
     DataArguments,
+    MaskedSequences,
     ModelArguments,
     PretrainingArguments,
     accumulate_gradients,
@@ -240,7 +242,7 @@ def test_steps_follow_from_epochs_or_max_steps():
     assert count_steps(PretrainingArguments("out", num_train_epochs=1.5), data, 32) == math.ceil(150 / 32)
     assert count_steps(PretrainingArguments("out", max_steps=7), data, 32) == 7
     with pytest.raises(UsageError, match="give max_steps"):
-        count_steps(PretrainingArguments("out"), data.to_iterable_dataset(), 32)
+        count_steps(PretrainingArguments("out"), lambda epoch: data.to_iterable_dataset(), 32)
 
 
 # Optimisation
@@ -477,11 +479,13 @@ def test_training_batches_repeat_the_data_in_new_orders(tokenizer, streaming):
     def first_tokens(epochs):
         rows = [{"input_ids": [5 + i, 5, 5], "special_tokens_mask": [1, 1, 1]} for i in range(12)]
         data = Dataset.from_list(rows)
+        masking = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3)
+        sequences = MaskedSequences(data, masking)
         if streaming:
-            data = data.to_iterable_dataset().shuffle(seed=17, buffer_size=12)
+            sequences = functools.partial(shuffle_stream, data.to_iterable_dataset(), block_size=12)
         accelerator = make_accelerator(PretrainingArguments("out", report_to=["none"]))
-        collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3)
-        batches = train_batches(accelerator, data, collator, batch_size=4, num_workers=0)
+        collator = masking if streaming else DataCollatorForTokenClassification(tokenizer)
+        batches = train_batches(accelerator, sequences, collator, batch_size=4, num_workers=0, seed=17)
         return [[next(batches)["input_ids"][:, 0].tolist() for _ in range(3)] for _ in range(epochs)]
 
     epochs = first_tokens(3)
@@ -494,10 +498,10 @@ def test_training_batches_repeat_the_data_in_new_orders(tokenizer, streaming):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_too_little_text_for_a_batch_is_refused(tokenizer, streaming):
     data = Dataset.from_list([{"input_ids": [5, 6], "special_tokens_mask": [0, 0]}] * 3)
-    data = data.to_iterable_dataset() if streaming else data
-    batches = train_batches(Accelerator(cpu=True), data, DataCollatorForLanguageModeling(tokenizer), 4, 0)
+    collator = DataCollatorForLanguageModeling(tokenizer)
+    sequences = (lambda epoch: data.to_iterable_dataset()) if streaming else MaskedSequences(data, collator)
     with pytest.raises(UsageError, match="too small for one batch of 4 sequences"):
-        next(batches)
+        next(train_batches(Accelerator(cpu=True), sequences, collator, batch_size=4, num_workers=0, seed=17))
 
 
 # The model

@@ -651,7 +651,7 @@ def test_lion_learns_and_the_folder_predicts_what_was_submitted(size, tokenizer,
     LionForMaskedLM(LionConfig(max_position_embeddings=32, **size, **TINY)).save_pretrained("lion")
     tokenizer.save_pretrained("lion")
     data = write_glue("data", ["sst2"], train=96, validation=21)
-    training = "--learning_rate 1e-2 --num_train_epochs 3 --mixed_precision bf16 --seeds 1"
+    training = "--learning_rate 5e-3 --num_train_epochs 3 --mixed_precision bf16 --seeds 1"
     run_script(
         monkeypatch, "--task_name=sst2", "--data_dir", data, "--model_name_or_path=lion", "--output_dir=out", *SHORT,
         *training.split(),
@@ -789,7 +789,7 @@ def test_a_stopped_call_goes_on_where_it_was(bert, monkeypatch, capsys):
 
     run_script(monkeypatch, *argv, "--output_dir", "out", "--logging_steps", "1")
     assert first.stat().st_mtime_ns == written
-    assert begun.stat().st_mtime > 0  # made anew
+    assert begun.stat().st_mtime == 0  # not made anew
     run_script(monkeypatch, *argv, "--output_dir", "whole")
     folders = ["rte/seed-17", "sst2/seed-1", "sst2/seed-2"]
     assert sorted(str(path.parent) for path in Path("out").rglob("results.json")) == [

@@ -527,10 +527,7 @@ def pass_over(num_images, num_repeats, rank=0, num_processes=1, epochs=1):
     arguments = parse("--dataset_name=x", "--output_dir=out", "--report_to=none", "--mixup=0", "--cutmix=0")
     arguments.training.per_device_train_batch_size = 5
     arguments.augmentation.repeated_augmentation = num_repeats
-    if num_repeats == 1:
-        accelerator = make_accelerator(arguments.training)
-    else:  # the sampler alone knows of processes
-        accelerator = SimpleNamespace(num_processes=num_processes, process_index=rank, device=torch.device("cpu"))
+    accelerator = SimpleNamespace(num_processes=num_processes, process_index=rank, device=torch.device("cpu"))
     batches = make_train_batches(arguments, accelerator, images, num_classes=2)
     per_pass = num_images // num_processes // 5
     return [[label for _ in range(per_pass) for label in next(batches)["labels"].tolist()] for _ in range(epochs)]
@@ -1128,7 +1125,10 @@ def test_a_run_on_two_processes(colors, monkeypatch, tmp_path):
     training += " --base_learning_rate 0.2 --warmup_epochs 1 --output_dir both --repeated_augmentation 2"
     training += " --eval_resolutions 8 12 --mixup 0 --cutmix 0 --randaugment_magnitude 0"
     run_and_check([*TWO_CPUS, SCRIPT, *arguments, *training.split()], tmp_path)
-    alone, both = results_in("alone"), results_in("both")
+    run_script(monkeypatch, *arguments, *training.replace("both", "one").split())
+    alone, both, one = results_in("alone"), results_in("both"), results_in("one")
+    losses, expected = ([entry["loss"] for entry in each["history"] if "loss" in entry] for each in (both, one))
+    assert len(losses) == 6 and losses == pytest.approx(expected, rel=1e-5)
     # Nine images do not divide by two processes: none is counted twice.
     assert both["before"]["eval_images"] == 9
     for name, value in alone["before"].items():

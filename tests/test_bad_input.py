@@ -1,0 +1,326 @@
+"""What models and scripts refuse: one error that names the field and what it accepts.
+
+More of the scripts' failures are in the tests of each script, of the configuration and of the operator in theirs.
+"""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import training_checks
+from huggingface_hub.errors import StrictDataclassError
+
+from lion_transformers import (
+    LionConfig,
+    LionForImageClassification,
+    LionForMaskedImageModeling,
+    LionForMaskedLM,
+    LionForMultipleChoice,
+    LionForQuestionAnswering,
+    LionForSequenceClassification,
+    LionForTokenClassification,
+    LionModel,
+)
+from lion_transformers.scripts import pretrain_mlm
+from lion_transformers.tokenization import build_character_tokenizer
+
+
+SIZES = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 8}
+TEXT = {**SIZES, "vocab_size": 50, "max_position_embeddings": 16, "num_labels": 3}
+IMAGE = {**SIZES, "modality": "image", "image_size": 8, "patch_size": 4, "num_labels": 3}
+IDS = torch.arange(1, 17).view(2, 8)
+PIXELS = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
+EMBEDDINGS = torch.linspace(-1, 1, 2 * 8 * 24).view(2, 8, 24)
+
+
+def changed(tensor, value):
+    tensor = tensor.clone()
+    tensor.view(-1)[3] = value
+    return tensor
+
+
+def full(value, *shape, dtype=torch.int64):
+    return torch.full(shape or (2, 8), value, dtype=dtype)
+
+
+@functools.cache
+def build(cls, **config):
+    modality = IMAGE if "Image" in cls.__name__ or config.pop("image", False) else TEXT
+    return cls(LionConfig(**{**modality, **config})).eval()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inputs of models
+# ---------------------------------------------------------------------------------------------------------------------
+
+OUT_OF_VOCABULARY = "`input_ids` must be at least 0 and below `vocab_size` = 50, got values from"
+IDS_SHAPE = "`input_ids` must be (batch, length), both at least 1, got shape"
+EMBEDDINGS_SHAPE = "`inputs_embeds` must be (batch, length, hidden_size = 24), batch and length at least 1, got shape"
+MASK_VALUES = "`attention_mask` must be 1 for tokens that take part and 0 for others, got values from"
+POSITIONS = "`position_ids` must be at least 0 and below `max_position_embeddings` = 16, got values from"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"input_ids": changed(IDS, 50)}, f"{OUT_OF_VOCABULARY} 1 to 50"),
+        ({"input_ids": changed(IDS, -1)}, f"{OUT_OF_VOCABULARY} -1 to 16"),
+        ({"input_ids": IDS.float()}, "`input_ids` must be int64 or int32, got torch.float32"),
+        ({"input_ids": IDS.bool()}, "`input_ids` must be int64 or int32, got torch.bool"),
+        ({"input_ids": IDS[0]}, f"{IDS_SHAPE} (8,)"),
+        ({"input_ids": IDS[None]}, f"{IDS_SHAPE} (1, 2, 8)"),
+        ({"input_ids": IDS[:0]}, f"{IDS_SHAPE} (0, 8)"),
+        ({"input_ids": IDS[:, :0]}, f"{IDS_SHAPE} (2, 0)"),
+        ({"inputs_embeds": EMBEDDINGS[..., :23]}, f"{EMBEDDINGS_SHAPE} (2, 8, 23)"),
+        ({"inputs_embeds": EMBEDDINGS[0]}, f"{EMBEDDINGS_SHAPE} (8, 24)"),
+        ({"inputs_embeds": EMBEDDINGS[:0]}, f"{EMBEDDINGS_SHAPE} (0, 8, 24)"),
+        ({"inputs_embeds": changed(EMBEDDINGS, torch.nan)}, "`inputs_embeds` must be finite, got NaN"),
+        ({"inputs_embeds": changed(EMBEDDINGS, torch.inf)}, "`inputs_embeds` must be finite, got NaN or infinite"),
+        (
+            {"input_ids": IDS, "attention_mask": full(1, 2, 7)},
+            "`attention_mask` must be (batch, length) = (2, 8), got",
+        ),
+        (
+            {"input_ids": IDS, "attention_mask": full(2)},
+            f"{MASK_VALUES} 2 to 2: neither an additive mask nor one that",
+        ),
+        ({"input_ids": IDS, "attention_mask": full(-1)}, f"{MASK_VALUES} -1 to -1"),
+        ({"input_ids": IDS, "attention_mask": full(torch.nan, dtype=torch.float32)}, f"{MASK_VALUES} nan to nan"),
+        ({"input_ids": IDS, "attention_mask": full(0.5, dtype=torch.float32)}, f"{MASK_VALUES} 0.5 to 0.5"),
+        (
+            {"input_ids": IDS, "token_type_ids": full(2)},
+            "`token_type_ids` must be at least 0 and below `type_vocab_si",
+        ),
+        (
+            {"input_ids": IDS, "token_type_ids": full(-1)},
+            "`token_type_ids` must be at least 0 and below `type_vocab_s",
+        ),
+        (
+            {"input_ids": IDS, "token_type_ids": full(0, 2, 7)},
+            "`token_type_ids` must be (batch, length) = (2, 8), got",
+        ),
+        (
+            {"input_ids": IDS, "token_type_ids": full(0).float()},
+            "`token_type_ids` must be int64 or int32, got torch.f",
+        ),
+        ({"input_ids": IDS, "position_ids": torch.arange(9, 17)[None]}, f"{POSITIONS} 9 to 16"),
+        ({"input_ids": IDS, "position_ids": -torch.arange(8)[None]}, f"{POSITIONS} -7 to 0"),
+        (
+            {"input_ids": IDS, "position_ids": torch.arange(8.0)[None]},
+            "`position_ids` must be integers, got torch.flo",
+        ),
+        ({"input_ids": IDS, "position_ids": torch.arange(7)[None]}, "`position_ids` must be (batch, length) = (2, 8)"),
+        (
+            {"input_ids": full(1, 1, 17)},
+            "17 tokens, but absolute position embeddings end at `max_position_embeddings`",
+        ),
+        ({"input_ids": full(1, 1, 17), "seq_idx": full(0, 1, 17)}, f"{POSITIONS} 0 to 16"),
+        ({"input_ids": IDS, "seq_idx": full(0).float()}, "`seq_idx` must be integers, got torch.float32"),
+        ({"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0.0, 8.0])}, "`cu_seq_lens_q` must be integers, got"),
+        (
+            {"input_ids": IDS[:1], "cu_seq_lens_q": full(0, 0)},
+            "`cu_seq_lens_q` must be (sequences + 1,), got shape (0",
+        ),
+        (
+            {"input_ids": IDS[:1], "cu_seq_lens_q": full(0, 1, 2)},
+            "`cu_seq_lens_q` must be (sequences + 1,), got shape",
+        ),
+        (
+            {"input_ids": IDS, "attn_mode": "fast"},
+            "`attn_mode` must be one of 'auto', 'parallel', 'chunk', 'rnn', got",
+        ),
+    ],
+)
+def test_inputs_of_text_models(inputs, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(LionModel, decay_type="none")(**inputs)
+
+
+@pytest.mark.parametrize("decay_type", ["fixed", "selective"])
+def test_without_a_table_positions_have_no_end_but_are_integers(decay_type):
+    model = build(LionModel, decay_type=decay_type)
+    assert model(full(1, 1, 40), position_ids=1000 + torch.arange(40)[None]).last_hidden_state.isfinite().all()
+    with pytest.raises(ValueError, match=re.escape("`position_ids` must be integers, got torch.float32")):
+        model(IDS, position_ids=torch.arange(8.0)[None])
+
+
+def test_token_ids_may_be_int32():
+    model = build(LionModel)
+    assert torch.equal(model(IDS.int()).last_hidden_state, model(IDS).last_hidden_state)
+
+
+@pytest.mark.parametrize("cls", [LionModel, LionForImageClassification, LionForMaskedImageModeling])
+@pytest.mark.parametrize(
+    ("pixels", "message"),
+    [
+        (PIXELS[:, :2], "`pixel_values` must be (batch, 3 channels, height, width), got shape (2, 2, 8, 8)"),
+        (PIXELS[:0], "`pixel_values` must be (batch, 3 channels, height, width), got shape (0, 3, 8, 8)"),
+        (changed(PIXELS, torch.nan), "`pixel_values` must be finite, got NaN or infinite values"),
+        (changed(PIXELS, -torch.inf), "`pixel_values` must be finite, got NaN or infinite values"),
+        (changed(PIXELS, torch.nan).bfloat16(), "`pixel_values` must be finite, got NaN or infinite values"),
+    ],
+)
+def test_images(cls, pixels, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(cls, image=True)(pixel_values=pixels)
+
+
+ANY_LABEL = "from 0 to {}, or -100 where nothing is to be predicted, got"
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "labels", "message"),
+    [
+        (LionForMaskedLM, {}, changed(IDS, 50), f"`labels` must be {ANY_LABEL.format(49)} 50"),
+        (LionForMaskedLM, {}, changed(IDS, -1), f"`labels` must be {ANY_LABEL.format(49)} -1"),
+        (LionForMaskedLM, {}, IDS[:, :7], "`labels` must be of shape (2, 8), one for each output, got (2, 7)"),
+        (LionForMaskedLM, {}, IDS.T, "`labels` must be of shape (2, 8), one for each output, got (8, 2)"),
+        (LionForMaskedLM, {}, IDS.float(), "`labels` must be int64, got torch.float32"),
+        (LionForMaskedLM, {"sparse_prediction": True}, IDS[:, :7], "`labels` must be of shape (2, 8), one for each"),
+        (LionForTokenClassification, {}, full(3), f"`labels` must be {ANY_LABEL.format(2)} 3"),
+        (
+            LionForTokenClassification,
+            {},
+            full(0, 2),
+            "`labels` must be of shape (2, 8), one for each output, got (2,)",
+        ),
+        (LionForSequenceClassification, {}, full(3, 2), f"`labels` must be {ANY_LABEL.format(2)} 3"),
+        (LionForSequenceClassification, {}, full(-1, 2), f"`labels` must be {ANY_LABEL.format(2)} -1"),
+        (LionForSequenceClassification, {}, full(0, 3), "`labels` must be of shape (2,), one for each output, got (3"),
+        (LionForSequenceClassification, {}, full(0, 1, 2), "`labels` must be of shape (2,), one for each output, got"),
+        (LionForSequenceClassification, {}, full(0, 2).int(), "`labels` must be int64, got torch.int32"),
+        (
+            LionForSequenceClassification,
+            {"problem_type": "multi_label_classification"},
+            full(0, 2).float(),
+            "`labels` must be (outputs, num_labels) = (2, 3), got shape (2,) of torch.float32 (class ids are int64)",
+        ),
+        (
+            LionForSequenceClassification,
+            {"problem_type": "multi_label_classification"},
+            full(0, 2, 3),
+            "`labels` must be floating point for several labels at once, got torch.int64",
+        ),
+        (LionForSequenceClassification, {"num_labels": 1}, full(0, 3).float(), "(outputs, num_labels) = (2, 1), got"),
+    ],
+)
+def test_labels_of_text_models(cls, config, labels, message):
+    model = build(cls, **config)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model(IDS, labels=labels)
+
+
+def test_floating_labels_of_the_shape_of_classes_are_refused_by_a_model_that_has_not_seen_any():
+    model = LionForSequenceClassification(LionConfig(**TEXT))
+    with pytest.raises(ValueError, match=re.escape("(outputs, num_labels) = (2, 3), got shape (2,) of torch.float32")):
+        model(IDS, labels=torch.zeros(2))
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_labels_of_sequences_may_have_an_axis_of_one(num_labels):
+    model = build(LionForSequenceClassification, num_labels=num_labels)
+    labels = full(0, 2)
+    assert torch.equal(model(IDS, labels=labels[:, None]).loss, model(IDS, labels=labels).loss)
+
+
+def test_choices():
+    model = build(LionForMultipleChoice)
+    with pytest.raises(
+        ValueError, match=re.escape("`input_ids` must be (batch, num_choices, length), got shape (2, 8)")
+    ):
+        model(IDS)
+    with pytest.raises(ValueError, match=re.escape(f"`labels` must be {ANY_LABEL.format(1)} 2")):
+        model(IDS[None], labels=torch.tensor([2]))
+    with pytest.raises(ValueError, match=re.escape("`labels` must be of shape (1,), one for each output, got (2,)")):
+        model(IDS[None], labels=torch.tensor([0, 1]))
+
+
+def test_ends_of_answers():
+    model, good = build(LionForQuestionAnswering), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match=re.escape("`start_positions` must be of shape (2,), one for each output")):
+        model(IDS, start_positions=good[:1], end_positions=good)
+    with pytest.raises(ValueError, match=re.escape("`end_positions` must be int64, got torch.float32")):
+        model(IDS, start_positions=good, end_positions=good.float())
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (full(3, 2), f"`labels` must be {ANY_LABEL.format(2)} 3"),
+        (full(0, 3), "`labels` must be of shape (2,), one for each output, got (3,)"),
+    ],
+)
+def test_labels_of_images(labels, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(LionForImageClassification)(pixel_values=PIXELS, labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_dropout_prob": 1.5}, "`hidden_dropout_prob` must be from 0 to 1, got 1.5"),
+        ({"attention_probs_dropout_prob": -0.1}, "`attention_probs_dropout_prob` must be from 0 to 1, got -0.1"),
+        ({"classifier_dropout": torch.nan}, "`classifier_dropout` must be from 0 to 1, got nan"),
+        ({"initializer_range": -0.1}, "`initializer_range` must be at least 0, got -0.1"),
+        ({"max_position_embeddings": 0}, "`max_position_embeddings` must be at least 1, got 0"),
+        ({"pad_token_id": 50}, "`pad_token_id` must be None or from 0 to `vocab_size` - 1 = 49, got 50"),
+        ({"pad_token_id": -1}, "`pad_token_id` must be None or from 0 to `vocab_size` - 1 = 49, got -1"),
+    ],
+)
+def test_fields_of_the_configuration(fields, message):
+    with pytest.raises(StrictDataclassError, match=re.escape(message)):
+        LionConfig(**{**TEXT, **fields})
+
+
+def test_an_unknown_activation():
+    with pytest.raises(ValueError, match=r"`hidden_act` must be one of gelu, .*, got 'geluu'"):
+        LionModel(LionConfig(**TEXT, hidden_act="geluu"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files of scripts
+# ---------------------------------------------------------------------------------------------------------------------
+
+TINY_LION = ["--config", ",".join(f"{name}={value}" for name, value in SIZES.items())]
+pretrain = functools.partial(training_checks.run_script, pretrain_mlm)
+pretraining_fails = functools.partial(training_checks.fails_with, pretrain_mlm)
+
+
+@pytest.fixture
+def corpus(isolated_run):
+    """./text.txt, ./tokenizer, and the arguments to pretrain on them."""
+    build_character_tokenizer("bytes").save_pretrained("tokenizer")
+    Path("text.txt").write_text("the cat sees a bird in the garden\n" * 40)
+    files = ["--train_file", "text.txt", "--validation_file", "text.txt", "--output_dir", "out"]
+    rest = ["--tokenizer_name", "tokenizer", "--max_seq_length", "16", "--report_to", "none", "--max_steps", "1"]
+    return [*TINY_LION, *files, *rest]
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming"]], ids=["map", "stream"])
+def test_binary_garbage_is_no_text(corpus, monkeypatch, capsys, streaming):
+    Path("garbage.txt").write_bytes(bytes(range(256)) * 40)
+    error = pretraining_fails(monkeypatch, capsys, *corpus, "--train_file", "garbage.txt", *streaming)
+    assert "cannot load garbage.txt" in error and "utf-8" in error
+
+
+@pytest.mark.parametrize("name", ["garbage.csv", "garbage.jsonl", "garbage.parquet"])
+def test_binary_garbage_is_no_table(corpus, monkeypatch, capsys, name):
+    Path(name).write_bytes(bytes(range(256)) * 40)
+    files = ["--train_file", name, "--validation_file", name]
+    assert f"cannot load {name}" in pretraining_fails(monkeypatch, capsys, *corpus, *files)
+
+
+def test_missing_cells_are_no_documents(corpus, monkeypatch):
+    Path("cells.csv").write_text("label,text\n" + "1,the cat sees a bird in the garden\n2,\n3\n" * 30)
+    pretrain(monkeypatch, *corpus, "--train_file", "cells.csv", "--validation_file", "cells.csv")
+    assert json.loads(Path("out/results.json").read_text())["after"]["eval_targets"] > 0
+
+
+@pytest.mark.parametrize("options", [[], ["--streaming"], ["--packing"], ["--line_by_line"]], ids=str)
+def test_a_line_of_50_megabytes_is_refused(corpus, monkeypatch, capsys, options):
+    Path("long.txt").write_text("the dog\n" + "the cat sees a bird " * 2_500_000 + "\nthe dog\n")
+    error = pretraining_fails(monkeypatch, capsys, *corpus, "--train_file", "long.txt", *options)
+    assert "a document has 50,000,000 characters, more than the 10,000,000 that are tokenised at once" in error

@@ -1,0 +1,547 @@
+"""Stopping a run of any training script and going on with it: the same examples, the same weights, nothing lost."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from training_checks import TWO_CPUS, run_and_check
+from transformers import PreTrainedTokenizerFast
+
+from lion_transformers.scripts import pretrain_mlm, run_glue, train_image_classification
+from lion_transformers.scripts.arguments import run
+from lion_transformers.scripts.checkpointing import list_checkpoints
+from lion_transformers.scripts.resuming import read_checkpoint
+
+
+pytestmark = pytest.mark.usefixtures("isolated_run")
+
+WORDS = ["the", "a", "small", "big", "red", "cat", "dog", "bird", "sees", "likes", "eats", "in", "house", "garden"]
+TINY = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,hidden_dropout_prob=0.2"
+# Ten updates of eight examples in two micro-batches; 36 examples make 4 1/2 updates a pass.
+UPDATES = "--max_steps 10 --global_train_batch_size 8 --per_device_train_batch_size 4 --report_to none"
+EVERY_3 = "--eval_steps 3 --logging_steps 2 --output_dir out"
+
+
+def write_tokenizer():
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    backend = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, "[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        "[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    special = {f"{name}_token": token for name, token in names.items()}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained("tokenizer")
+
+
+def write_lines(file, number):
+    rng = random.Random(file)
+    lines = [" ".join(rng.choices(WORDS, k=rng.randint(4, 14))) for _ in range(number)]
+    Path(file).write_text("\n".join(lines) + "\n")
+    return lines
+
+
+def mlm(*options):
+    write_tokenizer()
+    write_lines("train.txt", 36)
+    write_lines("valid.txt", 9)
+    files = "--train_file train.txt --validation_file valid.txt --tokenizer_name tokenizer --max_seq_length 16"
+    return pretrain_mlm, [*files.split(), *f"--line_by_line --config {TINY}".split(), *options]
+
+
+def streamed_mlm(*options):
+    command = mlm("--streaming", "--shuffle_buffer_size", "10")
+    for number in range(3):
+        write_lines(f"{number}.txt", 12)
+    return command[0], [*command[1], "--train_file", "0.txt", "1.txt", "2.txt", *options]
+
+
+def packed_mlm(command):
+    module, argv = command
+    return module, [each.replace("--line_by_line", "--packing") for each in argv]
+
+
+def glue():
+    write_tokenizer()
+    Path("data/SST-2").mkdir(parents=True)
+    for split, number in {"train": 36, "dev": 9, "test": 5}.items():
+        lines = write_lines("lines.txt", number)
+        rows = [f"{line}\t{len(line) % 2}" if split != "test" else f"{row}\t{line}" for row, line in enumerate(lines)]
+        header = "index\tsentence" if split == "test" else "sentence\tlabel"
+        Path(f"data/SST-2/{split}.tsv").write_text("\n".join([header, *rows]) + "\n")
+    task = "--task_name sst2 --data_dir data --tokenizer_name tokenizer --max_seq_length 16 --learning_rate 1e-3"
+    return run_glue, [*task.split(), "--config", TINY]
+
+
+def images():
+    rng = np.random.default_rng(0)
+    for folder, number in {"train": 12, "valid": 3}.items():
+        for name in ["blue", "green", "red"]:
+            Path(folder, name).mkdir(parents=True)
+            for image in range(number):
+                pixels = rng.integers(0, 256, (12, 12, 3), dtype=np.uint8)
+                PIL.Image.fromarray(pixels).save(Path(folder, name, f"{image}.png"))
+    data = "--train_dir train --validation_dir valid --ema_decay 0.9 --warmup_epochs 1"
+    return train_image_classification, [
+        *data.split(),
+        "--config",
+        f"{TINY},modality=image,decay_type=selective,image_size=8,patch_size=4",
+    ]
+
+
+KINDS = {
+    "text": mlm,
+    "text in worker processes": lambda: mlm("--dataloader_num_workers", "2"),
+    "streamed text": streamed_mlm,
+    "streamed text in a worker process": lambda: streamed_mlm("--dataloader_num_workers", "1"),
+    "packed text": lambda: packed_mlm(mlm()),
+    "streamed packed text": lambda: packed_mlm(streamed_mlm()),
+    "GLUE": glue,
+    "images": images,
+}
+
+
+class Trainer:
+    """Runs a script in this process, with a look at what it sees and a hand on when it stops."""
+
+    def __init__(self, monkeypatch, kind):
+        self.monkeypatch = monkeypatch
+        self.module, self.argv = KINDS[kind]()
+        self.argv = [*self.argv, *UPDATES.split(), *EVERY_3.split()]
+        classes = [pretrain_mlm.Pretraining, run_glue.GlueRun, train_image_classification.ClassificationRun]
+        self.run_class = next(each for each in classes if each.__module__ == self.module.__name__)
+
+    def __call__(self, *options, stop=None):
+        """Weights, and by step all tensors of the micro-batches of an update.
+
+        `stop` is (how, step): KeyboardInterrupt in the middle of the update after that step, or SIGTERM in it, or
+        SIGTERM in the evaluation after it.
+        """
+        seen = {}
+        how, when = stop or (None, None)
+        accumulate, evaluate, backward = (
+            self.run_class.accumulate_gradients,
+            self.run_class.compute_metrics,
+            Accelerator.backward,
+        )
+        backwards = []
+
+        def spy(run, micro_batches):
+            seen[run.state.step] = [{name: part.clone() for name, part in each.items()} for each in micro_batches]
+            backwards.clear()
+            if how == "sigterm" and run.state.step == when:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return accumulate(run, micro_batches)
+
+        def interrupted_backward(accelerator, loss):
+            backwards.append(loss)
+            if how == "interrupt" and when in seen and len(backwards) == 2:
+                raise KeyboardInterrupt
+            backward(accelerator, loss)
+
+        def interrupted_evaluation(run):
+            if how == "sigterm in evaluation" and run.state.step == when:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return evaluate(run)
+
+        with self.monkeypatch.context() as patch:
+            patch.setattr(self.run_class, "accumulate_gradients", spy)
+            patch.setattr(Accelerator, "backward", interrupted_backward)
+            patch.setattr(self.run_class, "compute_metrics", interrupted_evaluation)
+            patch.setattr(sys, "argv", [self.module.__file__, *self.argv, *options])
+            if how is None:
+                self.module.main()
+            elif how == "interrupt":
+                with pytest.raises(KeyboardInterrupt):
+                    self.module.main()
+            else:
+                with pytest.raises(SystemExit) as exit:
+                    self.module.main()
+                assert exit.value.code == 0
+        return seen
+
+    def folder(self, output_dir):
+        return Path(output_dir, "sst2/seed-17") if self.module is run_glue else Path(output_dir)
+
+
+TIMES = {"train_seconds", "unlogged_seconds", "tokens_per_second", "examples_per_second", "images_per_second"}
+
+
+def untimed(history):
+    return [{name: value for name, value in entry.items() if name not in TIMES} for entry in history]
+
+
+def assert_same_batches(seen, expected):
+    for step, micro_batches in seen.items():
+        for batch, expected_batch in zip(micro_batches, expected[step], strict=True):
+            assert batch.keys() == expected_batch.keys()
+            for name, tensor in batch.items():
+                assert torch.equal(tensor, expected_batch[name]), (step, name)
+
+
+def assert_same_run(folder, expected):
+    for name in ["model.safetensors", "checkpoint-10/model.safetensors", "checkpoint-10/ema/model.safetensors"]:
+        if (expected / name).exists():
+            weights, expected_weights = load_file(folder / name), load_file(expected / name)
+            for key, tensor in expected_weights.items():
+                torch.testing.assert_close(weights[key], tensor, rtol=0, atol=1e-6, msg=f"{name} {key}")
+    results, expected_results = (json.loads((each / "results.json").read_text()) for each in (folder, expected))
+    assert results["best"] == pytest.approx(expected_results["best"])
+    history, expected_history = (untimed(each["history"]) for each in (results, expected_results))
+    assert len(history) == len(expected_history)
+    for entry, expected_entry in zip(history, expected_history, strict=True):
+        assert entry == pytest.approx(expected_entry, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_was_stopped_is_the_one_that_was_not(monkeypatch, kind):
+    """Stopped in the first pass over the data and in the second, twice in a row, and in evaluations."""
+    train = Trainer(monkeypatch, kind)
+    expected = train("--output_dir", "whole")
+    assert sorted(expected) == list(range(10))
+    folder, whole = train.folder("out"), train.folder("whole")
+
+    stops = [
+        ("interrupt", 1, None, range(0, 2)),  # before there is a checkpoint, with half of the gradients accumulated
+        ("interrupt", 4, 3, range(0, 5)),
+        ("sigterm", 4, 5, range(3, 5)),
+        ("sigterm", 5, 6, range(5, 6)),  # in the first update after going on
+        ("sigterm in evaluation", 6, 6, range(0)),  # which was still to be done
+        ("sigterm in evaluation", 9, 9, range(6, 9)),
+        ("sigterm in evaluation", 10, 10, range(9, 10)),
+        (None, None, 10, range(0)),
+    ]
+    for how, step, last_checkpoint, steps in stops:
+        seen = train(stop=(how, step) if how else None)
+        assert list(seen) == list(steps)
+        assert_same_batches(seen, expected)
+        if last_checkpoint is None:
+            assert not list_checkpoints(folder)
+        else:
+            assert list_checkpoints(folder)[-1] == last_checkpoint
+    assert_same_run(folder, whole)
+
+
+def test_the_tracker_has_every_step_once(monkeypatch):
+    """Also those that were logged after the checkpoint that the run went on from."""
+    train = Trainer(monkeypatch, "text")
+    train("--report_to", "tensorboard", stop=("interrupt", 5))  # steps 4 and 5 are done again
+    train("--report_to", "tensorboard")
+    events = EventAccumulator("out/runs/pretrain_mlm").Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [2, 3, 4, 6, 8, 9, 10]
+    assert [event.step for event in events.Scalars("eval/loss")] == [0, 3, 6, 9, 10]
+
+
+# What a run refuses to go on from
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """A Trainer whose run has stopped after step 7, with checkpoints of steps 6 (the best) and 7."""
+    train = Trainer(monkeypatch, "text")
+    train(stop=("sigterm", 6))
+    assert list_checkpoints(Path("out")) == [6, 7]
+    return train
+
+
+def failure(train, capsys, *options):
+    """The one sentence of a run that is refused, which has left the checkpoints as they are."""
+    before = sorted(Path(".").rglob("checkpoint-*"))
+    with train.monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", [train.module.__file__, *train.argv, *options])
+        with pytest.raises(SystemExit) as exit:
+            run(train.module.main)
+    assert exit.value.code == 2 and sorted(Path(".").rglob("checkpoint-*")) == before
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    return message.splitlines()[-1]
+
+
+def truncate(file):
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+
+
+def change_a_byte(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "trainer_state.json", "random_states_0.pkl"])
+@pytest.mark.parametrize("damage", [truncate, change_a_byte, Path.unlink])
+def test_a_damaged_checkpoint_is_refused_and_the_older_one_offered(train, capsys, name, damage):
+    damage(Path("out/checkpoint-7", name))
+    message = failure(train, capsys)
+    assert f"out/checkpoint-7/{name} is {'missing' if damage is Path.unlink else 'damaged'}" in message
+    assert message.endswith("give --resume_from_checkpoint out/checkpoint-6, which is whole.")
+    truncate(Path("out/checkpoint-6/config.json"))
+    assert "no older checkpoint that is whole" in failure(train, capsys)
+
+
+@pytest.mark.parametrize("damage", [truncate, change_a_byte, Path.unlink])
+def test_a_checkpoint_without_its_manifest_is_no_checkpoint(train, capsys, damage):
+    damage(Path("out/checkpoint-7/manifest.json"))
+    assert "--resume_from_checkpoint out/checkpoint-6, which is whole." in failure(train, capsys)
+
+
+def test_a_run_goes_on_from_the_checkpoint_that_is_named(train, capsys):
+    truncate(Path("out/checkpoint-7/optimizer.bin"))
+    assert list(train("--resume_from_checkpoint", "out/checkpoint-6")) == list(range(6, 10))
+    assert list_checkpoints(Path("out"))[-1] == 10
+    assert list(train("--resume_from_checkpoint", "out/checkpoint-9", "--output_dir", "elsewhere")) == [9]
+    assert list_checkpoints(Path("elsewhere")) == [10]
+
+
+def test_the_latest_checkpoint_is_the_one_of_the_highest_step(train):
+    assert list(train("--resume_from_checkpoint", "latest", "--save_total_limit", "5")) == [7, 8, 9]
+    assert list_checkpoints(Path("out")) == [6, 7, 9, 10]
+    assert list(train("--resume_from_checkpoint", "latest")) == []  # 10, not 9
+
+
+def test_a_run_begins_anew_when_it_is_told_to(train, capsys):
+    """But only once it is known that it can: until then nothing of the earlier run is lost."""
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    for wrong in ["--config=num_attention_heads=3", "--train_file=nowhere.txt", "--per_device_train_batch_size=40"]:
+        failure(train, capsys, "--overwrite_output_dir", "--global_train_batch_size", "40", wrong)
+        assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
+    assert list(train("--overwrite_output_dir")) == list(range(10))
+    assert list_checkpoints(Path("out")) == [9, 10]
+
+
+def test_checkpoints_of_other_runs_are_refused(train, capsys):
+    assert "out/checkpoint-7 was made with config {'hidden_size': 16" in failure(
+        train, capsys, "--config", "num_hidden_layers=2"
+    )
+    assert "was made with learning_rate 0.0008, not 0.1: go on with that, give another output_dir" in failure(
+        train, capsys, "--learning_rate", "0.1"
+    )
+    assert "was made with max_steps 10, not 20" in failure(train, capsys, "--max_steps", "20")
+    assert "was made with global_train_batch_size 8, not 16" in failure(
+        train, capsys, "--global_train_batch_size", "16"
+    )
+    assert "begins anew, resume_from_checkpoint goes on: give one" in failure(
+        train, capsys, "--overwrite_output_dir", "--resume_from_checkpoint", "latest"
+    )
+    assert "there is no folder nowhere to resume from" in failure(train, capsys, "--resume_from_checkpoint", "nowhere")
+    assert "other has no checkpoint to resume from" in failure(
+        train, capsys, "--resume_from_checkpoint", "latest", "--output_dir", "other"
+    )
+    assert "tokenizer/manifest.json is missing" in failure(
+        train, capsys, "--resume_from_checkpoint", "tokenizer", "--output_dir", "other"
+    )
+    write_lines("train.txt", 35)
+    assert "was made with training_sequences 36, not 35" in failure(train, capsys)
+
+
+def test_a_batch_may_be_divided_otherwise(monkeypatch):
+    """The same positions, in batches of two instead of four and with worker processes: the same weights to 1e-6."""
+    train = Trainer(monkeypatch, "text")
+    train.argv = [each.replace("hidden_dropout_prob=0.2", "hidden_dropout_prob=0.0") for each in train.argv]
+    train("--output_dir", "whole")
+    train(stop=("sigterm", 4))
+    train("--per_device_train_batch_size", "2", "--dataloader_num_workers", "1", "--logging_steps", "2")
+    assert_same_run(Path("out"), Path("whole"))
+
+
+# What goes wrong with the disk and with the numbers
+
+
+def test_a_full_disk_is_one_sentence_and_costs_nothing_that_was_there(train, capsys):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with train.monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        message = failure(train, capsys)
+    assert "cannot write out/checkpoint-9: [Errno 28] No space left on device; out/checkpoint-7 is comp" in message
+    assert not list(Path("out").glob(".*"))
+    assert list(train()) == [7, 8, 9]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_done(train, capsys):
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with train.monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", read_only)
+        assert failure(train, capsys).endswith("cannot write into output_dir out: Read-only file system.")
+    Path("file").touch()
+    message = failure(train, capsys, "--output_dir", "file/out")
+    assert message.endswith("cannot write into output_dir file/out: Not a directory.")
+
+
+def with_loss(factors, monkeypatch):
+    """Multiply the loss after each number of updates by a factor."""
+    accumulate = pretrain_mlm.Pretraining.accumulate_gradients
+
+    def changed(run, micro_batches):
+        with monkeypatch.context() as patch:
+            factor = factors.get(run.state.step, 1.0)
+            backward = Accelerator.backward
+            patch.setattr(Accelerator, "backward", lambda accelerator, loss: backward(accelerator, loss * factor))
+            loss, counts = accumulate(run, micro_batches)
+        return loss * factor, counts
+
+    monkeypatch.setattr(pretrain_mlm.Pretraining, "accumulate_gradients", changed)
+
+
+def test_updates_that_are_not_finite_are_left_out(monkeypatch):
+    """Also over a stop: the weights are those of a run that has seen the same batches and updates."""
+    train = Trainer(monkeypatch, "text")
+    with_loss({3: float("nan"), 4: float("inf"), 8: float("nan")}, monkeypatch)
+    limit = ["--max_nonfinite_steps", "2"]
+    train("--output_dir", "whole", *limit)
+    train(*limit, stop=("sigterm", 3))
+    train(*limit)
+    assert_same_run_but_for_losses(Path("out"), Path("whole"))
+    weights = load_file("out/model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    optimizer = torch.load("out/checkpoint-10/optimizer.bin", weights_only=True)
+    assert {int(each["step"]) for each in optimizer["state"].values()} == {7}
+
+
+def assert_same_run_but_for_losses(folder, expected):
+    weights, expected_weights = (load_file(each / "model.safetensors") for each in (folder, expected))
+    for name, tensor in expected_weights.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run(monkeypatch, capsys):
+    train = Trainer(monkeypatch, "text")
+    expected = train("--output_dir", "whole")
+    with_loss({step: float("nan") for step in [1, 2, 5, 6, 7, 8]}, monkeypatch)
+    train.argv += ["--max_nonfinite_steps", "2"]
+    with train.monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", [train.module.__file__, *train.argv])
+        with pytest.raises(SystemExit) as exit:
+            run(train.module.main)
+    assert exit.value.code == 2
+    file = "out/nonfinite-batch-8-process-0.safetensors"
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert f"was not finite in 3 updates in a row, up to step 8, whose batch is in {file}: look at it" in message
+    batch = load_file(file)
+    for number, micro_batch in enumerate(expected[7]):
+        for name, tensor in micro_batch.items():
+            assert torch.equal(batch[f"{number}.{name}"], tensor)
+    assert list_checkpoints(Path("out")) == [3, 6]
+
+
+# A real run, killed
+
+
+def run_forked(argv, seconds):
+    """Run the script in a child and kill it after so many seconds. Returns its exit code."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            sys.argv = [pretrain_mlm.__file__, *argv]
+            pretrain_mlm.main()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if os.waitpid(child, os.WNOHANG) != (0, 0):
+            return 0
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_whole_checkpoint(monkeypatch, kills):
+    """A checkpoint after every update: most moments are in one that is being written."""
+    train = Trainer(monkeypatch, "text")
+    argv = [*train.argv, "--eval_steps", "1", "--max_steps", "5000", "--save_total_limit", "3"]
+    moments = random.Random(0)
+    started = time.monotonic()
+    assert run_forked([*argv, "--max_steps", "10", "--output_dir", "timed"], 60) == 0
+    ten_steps = time.monotonic() - started
+    reached = 0
+    for _ in range(kills):
+        assert run_forked(argv, moments.uniform(0.3, 2.5) * ten_steps) == signal.SIGKILL
+        steps = list_checkpoints(Path("out"))
+        for step in steps:
+            read_checkpoint(Path(f"out/checkpoint-{step}"))
+        assert max(steps, default=0) >= reached
+        reached = max(steps, default=0)
+    assert reached > 0
+    stop = reached + 5
+    seen = train("--eval_steps", "1", "--max_steps", "5000", stop=("sigterm", stop))
+    assert list(seen) == list(range(reached, stop + 1))
+    expected = train(*["--eval_steps", "1000", "--max_steps", "5000", "--output_dir", "whole"], stop=("sigterm", stop))
+    assert_same_batches(seen, expected)
+    name = f"checkpoint-{stop + 1}/model.safetensors"
+    weights, expected_weights = load_file(f"out/{name}"), load_file(f"whole/{name}")
+    for key, tensor in expected_weights.items():
+        torch.testing.assert_close(weights[key], tensor, rtol=0, atol=1e-6, msg=key)
+
+
+# Two processes
+
+TWO_PROCESSES = """
+import os, signal, sys
+from lion_transformers.scripts import pretrain_mlm
+from lion_transformers.scripts.arguments import run
+
+accumulate = pretrain_mlm.Pretraining.accumulate_gradients
+
+def stop_one_process(training, micro_batches):
+    if os.environ["RANK"] == "1" and training.state.step == int(os.environ["STOP"]):
+        os.kill(os.getpid(), signal.SIGTERM)
+    return accumulate(training, micro_batches)
+
+pretrain_mlm.Pretraining.accumulate_gradients = stop_one_process
+run(pretrain_mlm.main)
+"""
+
+
+def test_a_run_goes_on_with_another_number_of_processes(monkeypatch, tmp_path):
+    """Alone up to step 3, two processes up to step 7, of which one is sent SIGTERM, then alone: the run of one."""
+    train = Trainer(monkeypatch, "text")
+    train.argv = [each.replace("hidden_dropout_prob=0.2", "hidden_dropout_prob=0.0") for each in train.argv]
+    expected = train("--output_dir", "whole")
+    train(stop=("sigterm", 2))
+    Path("two.py").write_text(TWO_PROCESSES)
+    monkeypatch.setenv("STOP", "6")
+    run_and_check([*TWO_CPUS, "two.py", *train.argv], tmp_path)
+    assert list_checkpoints(Path("out"))[-1] == 7
+    assert {"random_states_0.pkl", "random_states_1.pkl"} <= set(os.listdir("out/checkpoint-7"))
+    assert_same_batches(train(), expected)
+    assert_same_run(Path("out"), Path("whole"))
+
+
+def test_a_stream_that_leaves_a_process_nothing_is_refused_by_all(monkeypatch, tmp_path):
+    train = Trainer(monkeypatch, "streamed text")
+    Path("empty.txt").write_text("\n")
+    command = [*TWO_CPUS, pretrain_mlm.__file__, *train.argv, "--train_file", "0.txt", "empty.txt"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    env["ACCELERATE_USE_CPU"] = "true"
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode != 0
+    assert "too small for one batch of 4 sequences on each of 2 devices" in result.stderr
+
+
+def test_a_stream_cannot_be_divided_otherwise(monkeypatch, capsys):
+    train = Trainer(monkeypatch, "streamed text")
+    train(stop=("sigterm", 2))
+    for name, value, other in [("per_device_train_batch_size", 4, 2), ("dataloader_num_workers", 0, 1)]:
+        message = f"out/checkpoint-3 was made with {name} {value}, not {other}: go on with that"
+        assert message in failure(train, capsys, f"--{name}", str(other))
