@@ -4,9 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Two test workers with one thread each: tiny models gain nothing from more threads.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+BENCHMARK := $(BIN)/python scripts/benchmark.py
+ON_GPU := --device cuda --output_dir outputs/benchmark-gpu --max_seconds 8
 CARD := $(BIN)/python scripts/model_card.py --license apache-2.0
 
-.PHONY: install demo demo-image demo-glue cards test test-slow test-hf fuzz lint format bench clean
+.PHONY: install demo demo-image demo-glue cards test test-slow test-hf fuzz lint format bench bench-gpu clean
 
 install: $(VENV)/.installed
 
@@ -55,9 +57,32 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Within 15 minutes on two cores, alone on them; whole models where sequences are short, fewer of their equal layers
+# where they are long.
 bench: install
-	$(BIN)/python scripts/benchmark.py decay
-	$(BIN)/python scripts/benchmark.py forms
+	$(BENCHMARK) model --lengths 128 512 2048 8192 32768 --num_hidden_layers 12 12 1 1 1 --tokens 512 --repetitions 3 \
+		--max_seconds 20
+	$(BENCHMARK) model --name model-images --modality image --tokens 512 --repetitions 3 --max_seconds 20
+	$(BENCHMARK) images --decays selective --passes inference --num_hidden_layers 1 --repetitions 3 --max_seconds 15
+	$(BENCHMARK) memory --lengths 512 32768 --tokens 32768 --num_hidden_layers 1 --passes inference
+	$(BENCHMARK) operator --decays selective --tokens 2048 --repetitions 3 --max_seconds 10
+	$(BENCHMARK) forms --lengths 32 64 96 128 192 256 384 512 1024 --tokens 512 --repetitions 3
+	$(BENCHMARK) chunk-size --tokens 4096 --repetitions 3
+	$(BENCHMARK) rnn --repetitions 3
+	$(BENCHMARK) floor --num_hidden_layers 12 1 --decays selective --tokens 512 --repetitions 3
+	$(BENCHMARK) decay --repetitions 3
+	$(BENCHMARK) readme
+
+# The same on a GPU, in bfloat16, within 8 minutes.
+bench-gpu: install
+	$(BENCHMARK) model $(ON_GPU) --tokens 65536
+	$(BENCHMARK) model --name model-images --modality image $(ON_GPU) --tokens 65536
+	$(BENCHMARK) images $(ON_GPU) --decays selective --passes inference --tokens 65536
+	$(BENCHMARK) memory $(ON_GPU) --lengths 512 32768 --tokens 32768 --decays selective
+	$(BENCHMARK) operator $(ON_GPU) --tokens 65536
+	$(BENCHMARK) forms $(ON_GPU) --tokens 8192
+	$(BENCHMARK) floor $(ON_GPU) --tokens 32768
+	$(BENCHMARK) decay $(ON_GPU)
 
 clean:
 	rm -rf $(VENV) .transformers outputs build dist *.egg-info

@@ -16,7 +16,10 @@ Masks, segments and directions act on keys, values and gates once, before the fo
 (images: LION-D♮, LION-S♮) numerators and denominators are averaged over the orders, then divided.
 """
 
+import functools
+import math
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +32,7 @@ DIAGONALS = ("balanced", "doubled")
 
 # Longest sequence that "auto" computes in parallel form, from `scripts/benchmark.py forms`: without decays the chunk
 # form is two small products and wins almost at once.
-PARALLEL_MAX_LENGTH = 256
+PARALLEL_MAX_LENGTH = 64
 PARALLEL_MAX_LENGTH_WITHOUT_DECAY = 32
 
 # Decays whose logarithm lies below this are exactly zero. They are far below a rounding error of the diagonal and of
@@ -47,8 +50,18 @@ _MASK_BLOCK = 64
 # Blocks whose states meet in one product; longer sequences carry group states between groups of this many blocks.
 _CARRY_GROUP = 16
 
+# The chunk form takes this many tokens times heads at a time. What it computes on the way stays in the cache, and is
+# memory that is used again: pages that are new to the process cost a CPU several times what is computed in them.
+_TILE = 12 * 1024
+
+# Values with ones beside them are this much wider: products are faster in whole vectors than with one column more.
+_ONES_WIDTH = 8
+
 # The recurrence stages this many tokens at a time, so that each step reads contiguous memory.
 _RECURRENCE_TILE = 64
+
+# Tokens after which the recurrence sets to zero what has faded.
+_RECURRENCE_CLEANING = 16
 
 
 def lion_attention(
@@ -64,6 +77,7 @@ def lion_attention(
     scan: tuple[torch.Tensor, torch.Tensor] | None = None,
     direction: str = "both",
     diagonal: str = "balanced",
+    scale: float = 1.0,
     normalize: bool = False,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
@@ -71,11 +85,13 @@ def lion_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Bidirectional linear attention with decays, the equation at the head of this module.
 
-    Everything is computed and accumulated in float32, also under autocast and for half-precision inputs; float64
-    inputs stay float64 throughout. All three modes have the same values and the same gradients.
+    Decays, states and row sums are computed and accumulated in float32, also under autocast and for half-precision
+    inputs; float64 inputs stay float64 throughout. So are products, except that the chunk form under decays multiplies
+    bfloat16 inputs in bfloat16. All three modes have the same values and the same gradients. (Only the parallel form
+    can be differentiated twice.)
 
     Args:
-        q: Queries after feature map and scaling, `(batch, heads, length, head_dim)`.
+        q: Queries after feature map, `(batch, heads, length, head_dim)`.
         k: Keys after feature map, `(batch, heads, length, head_dim)`.
         v: Values, `(batch, heads, length, value_dim)`.
         log_decay: Logarithms of the decays, all ≤ 0: `None` (LION-LIT), `(heads,)` (LION-D) or
@@ -93,6 +109,7 @@ def lion_attention(
         direction: `"both"`, or what the paper's ablation leaves of it: `"forward"` (j ≤ i only) or `"backward"`
             (j ≥ i only), in the sense of each scan order.
         diagonal: `"balanced"` (M_ii = 1) or, as where two directions are simply added, `"doubled"` (M_ii = 2).
+        scale: Factor of q·k, before anything else.
         normalize: Whether to divide each row by its sum plus `eps`.
         eps: Added to the row sums, > 0.
         dropout_p: Probability of dropping an attention weight (parallel form only).
@@ -113,36 +130,26 @@ def lion_attention(
 
     output_dtype, weights_dtype = v.dtype, q.dtype
     with _full_precision(q.device.type):
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        dtype = _product_dtype(q, k, v) if mode == "chunk" else _sum_dtype(q.dtype)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        log_decay = None if log_decay is None else log_decay.to(dtype)
+        log_decay = None if log_decay is None else log_decay.to(_sum_dtype(dtype))
         if key_mask is not None:
             k, v, log_decay = _drop_masked(k, v, log_decay, key_mask.bool())
         gates = _directional_gates(log_decay, segment_ids, scan, direction, q)
+        eps = eps if normalize else None
 
         if mode == "parallel":
-            weights = q @ k.mT  # (batch, heads, length, length)
-            if gates is not None:
-                weights = weights * _mean_decay_mask(gates, scan)
-            if diagonal == "doubled":
-                weights = weights + weights.diagonal(dim1=-2, dim2=-1).diag_embed()
-            row_sums = weights.sum(-1, keepdim=True) if normalize else None
-            if return_weights and normalize:
-                # The matrix that is returned is the one that is applied: gradients of the output reach it.
-                weights, row_sums = weights / (row_sums + eps), None
-            values = nn.functional.dropout(weights, dropout_p) @ v
+            output, weights = _parallel_form(q, k, v, gates, scan, scale, diagonal, eps, dropout_p, return_weights)
+            if return_weights:
+                return output.to(output_dtype), weights.to(weights_dtype)
+        elif mode == "chunk" and gates is not None:
+            options = _ChunkOptions(chunk_size, scan, scale, diagonal, eps)
+            output = _chunk_form(q, k, v, *gates, options)
+        elif mode == "chunk":
+            output = _undecayed_form(q, k, v, scale, diagonal, eps)
         else:
-            if normalize:
-                v = nn.functional.pad(v, (0, 1), value=1.0)  # the row sums ride along in the same pass
-            values = _linear_form(q, k, v, gates, scan, mode, chunk_size)
-            if diagonal == "doubled":
-                values = values + (q * k).sum(-1, keepdim=True) * v
-            values, row_sums = (values[..., :-1], values[..., -1:]) if normalize else (values, None)
-
-        if row_sums is not None:
-            values = values / (row_sums + eps)
-        output = values.to(output_dtype)
-        return (output, weights.to(weights_dtype)) if return_weights else output
+            output = _rnn_form(q, k, v, gates, scan, scale, diagonal, eps, chunk_size)
+        return output.to(output_dtype)
 
 
 def choose_mode(length: int, has_decay: bool) -> str:
@@ -235,6 +242,17 @@ def _full_precision(device_type: str):
     return torch.autocast(device_type, enabled=False) if enabled else nullcontext()
 
 
+def _product_dtype(q, k, v):
+    """The dtype in which q, k and v are multiplied: sums of float16 products can leave its range."""
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _sum_dtype(dtype):
+    """The dtype of decays, states and row sums."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _drop_masked(k, v, log_decay, keep):
     """Zero keys and values, and neutral gates where gates come from content, at masked tokens."""
     masked = ~keep[:, None]  # (batch, 1, length)
@@ -245,19 +263,24 @@ def _drop_masked(k, v, log_decay, keep):
 
 
 def _directional_gates(log_decay, segment_ids, scan, direction, q):
-    """Gates of the walk to the right and of the walk to the left, `(batch or 1, heads or 1, length)` each.
+    """Gates of the walks to the right and to the left, `(orders, batch or 1, heads or 1, length or 1)` each.
 
     The two differ where a walk is closed: at the ends of segments, each in its own direction, and everywhere against
-    the only direction. With `scan` they are in the order of each scan, `(batch or 1, orders · heads, length)`. `None`
-    where nothing decays and nothing is closed: then the order is of no account either.
+    the only direction. With `scan` they are in the order of each scan, else there is one order. One gate stands for
+    all tokens where they have the same. `None` where nothing decays and nothing is closed: then the order is of no
+    account either.
     """
     if log_decay is None and segment_ids is None and direction == "both":
         return None
-    closed = _CLOSED[q.dtype]
-    gates = _gates_in_order(log_decay, scan, q).clamp(min=closed)
+    dtype = _sum_dtype(q.dtype)
+    closed = _CLOSED[dtype]
+    if log_decay is None:
+        log_decay = q.new_zeros(1, dtype=dtype) if scan is None else q.new_zeros(len(scan[0]), 1, dtype=dtype)
+    gates = _gates_in_order(log_decay, scan).clamp(min=closed)
     rightward = leftward = gates
     if segment_ids is not None:
         ends = segment_ids[:, 1:] != segment_ids[:, :-1]  # (batch, length - 1)
+        gates = gates.expand(-1, -1, -1, segment_ids.shape[1])
         rightward = gates.masked_fill(nn.functional.pad(ends, (0, 1))[:, None], closed)  # last of a segment
         leftward = gates.masked_fill(nn.functional.pad(ends, (1, 0))[:, None], closed)  # first of a segment
     if direction == "backward":
@@ -267,24 +290,22 @@ def _directional_gates(log_decay, segment_ids, scan, direction, q):
     return rightward, leftward
 
 
-def _gates_in_order(log_decay, scan, q):
-    heads, length = q.shape[1:3]
+def _gates_in_order(log_decay, scan):
     if scan is None:
-        if log_decay is None:
-            return q.new_zeros(1, 1, length)
-        return log_decay if log_decay.ndim == 3 else log_decay[None, :, None].expand(1, heads, length)
-    order, _ = scan
-    if log_decay is None:
-        return q.new_zeros(1, len(order) * heads, length)
+        return log_decay[None, None, :, None] if log_decay.ndim == 1 else log_decay[None]
     if log_decay.ndim == 2:
-        return log_decay.flatten()[None, :, None].expand(1, -1, length)
-    return torch.cat([gates.index_select(-1, o) for gates, o in zip(log_decay, order, strict=True)], 1)
+        return log_decay[:, None, :, None]
+    return torch.stack([gates.index_select(-1, order) for gates, order in zip(log_decay, scan[0], strict=True)])
 
 
 def _exp(log_decay, dtype):
-    """Decays from their logarithms; what has decayed below use is exactly zero, not a denormal number."""
-    log_decay = log_decay.to(dtype)
-    return log_decay.masked_fill(log_decay < _NEGLIGIBLE[dtype], -torch.inf).exp()
+    """Decays from their logarithms; what has decayed below use is exactly zero, not a denormal number.
+
+    The argument is bounded first: exponentials of infinities and of what underflows are slow as well.
+    """
+    bound = _NEGLIGIBLE[dtype]
+    decays = log_decay.to(dtype).clamp(min=bound - 1).exp_()
+    return nn.functional.threshold(decays, math.exp(bound), 0.0, inplace=not torch.is_grad_enabled())
 
 
 def _cumulative(gates):
@@ -293,17 +314,35 @@ def _cumulative(gates):
     return inclusive, nn.functional.pad(inclusive[..., :-1], (1, 0))
 
 
-def _mean_decay_mask(gates, scan):
-    """M, `(batch or 1, heads or 1, length, length)`: the mean over the scan orders, each taken back to token order."""
-    if scan is None:
-        return _decay_mask(*gates)
-    _, inverse = scan
-    rightward, leftward = (g.unflatten(1, (len(inverse), -1)).unbind(1) for g in gates)
-    masks = [
-        _decay_mask(right, left).index_select(-2, step).index_select(-1, step)
-        for right, left, step in zip(rightward, leftward, inverse, strict=True)
-    ]
-    return sum(masks) / len(masks)
+def _split_blocks(x, blocks, size, dim):
+    """Dimension `dim` (negative) into `(blocks, size)`; the tail is filled with zeros, which add nothing."""
+    missing = blocks * size - x.shape[dim]
+    return nn.functional.pad(x, (0, 0) * (-dim - 1) + (0, missing)).unflatten(dim, (blocks, size))
+
+
+class _Decays(NamedTuple):
+    """Decays from and to the edges of blocks of C tokens; `(…)` are the axes of batch and heads.
+
+    Attributes:
+        leave: `(…, blocks, C, 2)`, from a token (own gate included) to the right and to the left edge of its block.
+        enter: `(…, blocks, C, 2)`, from the left and from the right edge to a token (own gate not included).
+        across: logarithms of the decays across each block, to the right and to the left, `(…, blocks)` each.
+    """
+
+    leave: torch.Tensor
+    enter: torch.Tensor
+    across: tuple[torch.Tensor, torch.Tensor]
+
+
+def _edge_decays(rightward, leftward):
+    """`_Decays` of gates `(…, blocks, C)`."""
+    dtype = rightward.dtype
+    to_right, before = _cumulative(rightward)
+    to_left, _ = _cumulative(leftward)
+    leave = _exp(torch.stack([to_right[..., -1:] - before, to_left], -1), dtype)
+    enter = _exp(torch.stack([before, to_left[..., -1:] - to_left], -1), dtype)
+    across = tuple(total[..., -1].to(dtype).clamp(min=_CLOSED[dtype]) for total in (to_right, to_left))
+    return _Decays(leave, enter, across)
 
 
 def _decay_mask(rightward, leftward):
@@ -317,9 +356,9 @@ def _decay_mask(rightward, leftward):
         return _decay_mask_of_block(rightward, leftward)
     rightward, leftward = (_split_blocks(g, -(-length // _MASK_BLOCK), _MASK_BLOCK, -1) for g in (rightward, leftward))
     leave, enter, across = _edge_decays(rightward, leftward)
-    between = _decays_to_edges(*across)  # (…, 2, blocks + 1, blocks)
-    from_left = enter[..., 0, None] * between[..., 0, :-1, None, :]  # (…, blocks, C, blocks)
-    from_right = enter[..., 1, None] * between[..., 1, 1:, None, :]
+    from_left, from_right = _decays_between(across[0])[0], _decays_between(across[1])[0].mT  # (…, blocks, blocks)
+    from_left = enter[..., 0, None] * from_left[..., None, :]  # (…, blocks, C, blocks)
+    from_right = enter[..., 1, None] * from_right[..., None, :]
     mask = from_left[..., None] * leave[..., None, None, :, :, 0]  # (…, blocks, C, blocks, C)
     mask = mask.addcmul_(from_right[..., None], leave[..., None, None, :, :, 1])
     mask.diagonal(dim1=-4, dim2=-2).copy_(_decay_mask_of_block(rightward, leftward).movedim(-3, -1))
@@ -327,64 +366,58 @@ def _decay_mask(rightward, leftward):
 
 
 def _decay_mask_of_block(rightward, leftward):
-    size, dtype = rightward.shape[-1], rightward.dtype
+    dtype = rightward.dtype
     to_right, to_left = _cumulative(rightward)[1].to(dtype), _cumulative(leftward)[0].to(dtype)
     from_earlier = to_right[..., :, None] - to_right[..., None, :]  # g_j + … + g_{i-1}, of use for j ≤ i
     from_later = to_left[..., None, :] - to_left[..., :, None]  # g_{i+1} + … + g_j, of use for j ≥ i
-    earlier = torch.ones(size, size, dtype=torch.bool, device=rightward.device).tril()
-    return _exp(torch.where(earlier, from_earlier, from_later), dtype)
+    return _exp(from_earlier.tril_().add_(from_later.triu_(1)), dtype)
 
 
-def _split_blocks(x, blocks, size, dim):
-    """Dimension `dim` (negative) into `(blocks, size)`; the tail is filled with zeros, which add nothing."""
-    missing = blocks * size - x.shape[dim]
-    return nn.functional.pad(x, (0, 0) * (-dim - 1) + (0, missing)).unflatten(dim, (blocks, size))
+def _decays_between(across):
+    """Decays between blocks on a walk to the right, from the logarithms of the decays across each, `(…, blocks)`.
 
-
-def _edge_decays(rightward, leftward):
-    """Decays between tokens and the edges of their block, and across whole blocks, from gates `(…, blocks, C)`.
-
-    Returns `leave` `(…, blocks, C, 2)`, from a token (own gate included) to the right and to the left edge; `enter`
-    `(…, blocks, C, 2)`, from the left and from the right edge to a token (own gate not included); and the logarithms
-    of the decays across each block, to the right and to the left, `(…, blocks)` each.
-    """
-    dtype = rightward.dtype
-    to_right, before = _cumulative(rightward)
-    to_left, _ = _cumulative(leftward)
-    leave = torch.stack([_exp(to_right[..., -1:] - before, dtype), _exp(to_left, dtype)], -1)
-    enter = torch.stack([_exp(before, dtype), _exp(to_left[..., -1:] - to_left, dtype)], -1)
-    across = tuple(total[..., -1].to(dtype).clamp(min=_CLOSED[dtype]) for total in (to_right, to_left))
-    return leave, enter, across
-
-
-def _decays_to_edges(rightward, leftward):
-    """Decays from where a block ends to the edges of the others, from the logarithms of the decays across each block.
-
-    Args:
-        rightward, leftward: `(…, blocks)`.
+    On a walk to the left they are the same, transposed: what leaves there is what enters here.
 
     Returns:
-        `(…, 2, blocks + 1, blocks)`: from the right end of block b to edge e > b, and from the left end of block b to
-        edge e ≤ b, zero elsewhere. Edge e lies to the left of block e.
+        `between` `(…, blocks, blocks)`, from where block j ends to where block i > j begins, zero elsewhere; `enter`
+        and `leave` `(…, blocks)`, from the left edge of all blocks to each, and from each to the right edge of all.
     """
-    blocks, dtype = rightward.shape[-1], rightward.dtype
-    to_right, to_left = (nn.functional.pad(_cumulative(g)[0], (1, 0)) for g in (rightward, leftward))
-    from_left = to_right[..., :, None] - to_right[..., None, 1:]
-    from_right = to_left[..., None, :-1] - to_left[..., :, None]
-    is_left = torch.ones(blocks + 1, blocks, dtype=torch.bool, device=rightward.device).tril(-1)
-    from_left, from_right = from_left.masked_fill(~is_left, -torch.inf), from_right.masked_fill(is_left, -torch.inf)
-    return _exp(torch.stack([from_left, from_right], -3), dtype)
+    dtype = across.dtype
+    until, before = _cumulative(across)
+    between = _exp((before[..., :, None] - until[..., None, :]).tril_(-1), dtype).tril(-1)
+    return between, _exp(before, dtype), _exp(until[..., -1:] - until, dtype)
 
 
-def _linear_form(q, k, v, gates, scan, mode, chunk_size):
-    """Σ_j M_ij (q_i·k_j) v_j in chunk or rnn form; several scan orders are computed at once, as if they were heads."""
-    form = _chunk_form if mode == "chunk" else _rnn_form
-    if scan is None or gates is None:
-        return form(q, k, v, gates, chunk_size)
-    order, inverse = scan
-    q, k, v = (torch.cat([x.index_select(2, o) for o in order], 1) for x in (q, k, v))  # (batch, orders · heads, …)
-    sums = form(q, k, v, gates, chunk_size).unflatten(1, (len(order), -1)).unbind(1)
-    return sum(x.index_select(2, step) for x, step in zip(sums, inverse, strict=True)) / len(order)
+# ---------------------------------------------------------------------------------------------------------------------
+# Parallel form
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _parallel_form(q, k, v, gates, scan, scale, diagonal, eps, dropout_p, return_weights):
+    weights = (q * scale) @ k.mT  # (batch, heads, length, length)
+    if gates is not None:
+        weights = weights * _mean_decay_mask(gates, scan, q.shape[2])
+    if diagonal == "doubled":
+        weights = weights + weights.diagonal(dim1=-2, dim2=-1).diag_embed()
+    row_sums = None if eps is None else weights.sum(-1, keepdim=True)
+    if return_weights and row_sums is not None:
+        # The matrix that is returned is the one that is applied: gradients of the output reach it.
+        weights, row_sums = weights / (row_sums + eps), None
+    values = nn.functional.dropout(weights, dropout_p) @ v
+    return values if row_sums is None else values / (row_sums + eps), weights
+
+
+def _mean_decay_mask(gates, scan, length):
+    """M, `(batch or 1, heads or 1, length, length)`: the mean over the scan orders, each taken back to token order."""
+    masks = [
+        _decay_mask(right, left) for right, left in zip(*(g.expand(-1, -1, -1, length) for g in gates), strict=True)
+    ]
+    if scan is None:
+        return masks[0]
+    masks = [
+        mask.index_select(-2, inverse).index_select(-1, inverse) for mask, inverse in zip(masks, scan[1], strict=True)
+    ]
+    return sum(masks) / len(masks)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -392,32 +425,151 @@ def _linear_form(q, k, v, gates, scan, mode, chunk_size):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _chunk_form(q, k, v, gates, chunk_size):
-    """Σ_j M_ij (q_i·k_j) v_j in O(L) time and memory (LION, section 4, "chunkwise parallel").
+class _ChunkOptions(NamedTuple):
+    """Arguments of `lion_attention`; `eps` is None where rows are not normalised."""
 
-    Blocks of C tokens. Every block (1) attends to itself, both triangles in one score block, (2) sums up what it hands
-    on to its right and to its left, (3) receives what the other blocks handed on, (4) lets its queries read that.
-    """
-    if gates is None:
-        return q @ (k.mT @ v)  # nothing decays: one state serves every token
-    length, head_dim, value_dim = q.shape[2], q.shape[3], v.shape[3]
+    chunk_size: int
+    scan: tuple[torch.Tensor, torch.Tensor] | None
+    scale: float
+    diagonal: str
+    eps: float | None
+
+    def orders(self):
+        """(order, inverse) of each scan, (None, None) for the order in which tokens stand."""
+        return [(None, None)] if self.scan is None else list(zip(*self.scan, strict=True))
+
+
+def _chunk_form(q, k, v, rightward, leftward, options):
+    """Σ_j M_ij (q_i·k_j) v_j, divided where rows are normalised, in O(L) time and memory (LION, section 4)."""
+    inputs = (q, k, v, rightward, leftward)
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # whoever traces differentiates and fuses on his own
+        return _attend(*inputs, options)[0]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return _ChunkForm.apply(*inputs, options)
+    return _attend_by_tiles(*inputs, options)[0]
+
+
+class _ChunkForm(torch.autograd.Function):
+    """The chunk form with its derivative by hand: scores and states are computed again, none are stored."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, rightward, leftward, options):
+        output, row_sums = _attend_by_tiles(q, k, v, rightward, leftward, options)
+        ctx.save_for_backward(q, k, v, rightward, leftward, None if row_sums is None else output, row_sums)
+        ctx.options = options
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        *inputs, output, row_sums = ctx.saved_tensors
+        with _full_precision(grad.device.type):
+            return *_backward_by_tiles(*inputs, output, row_sums, grad, ctx.options), None
+
+
+def _tiles(q):
+    """Slices of the batch and of the heads that make tiles of about `_TILE` tokens times heads."""
+    batch, heads, length, _ = q.shape
+    if q.device.type != "cpu":
+        return [(slice(None), slice(None))]
+    some_heads = min(heads, max(1, _TILE // length))
+    rows = max(1, _TILE // (length * heads))
+    return [
+        (slice(i, i + rows), slice(j, j + some_heads))
+        for i in range(0, batch, rows)
+        for j in range(0, heads, some_heads)
+    ]
+
+
+def _cut(gates, rows, heads):
+    """A tile of gates, whose axes of batch and heads may have one entry for all."""
+    return gates[:, rows if gates.shape[1] > 1 else slice(None), heads if gates.shape[2] > 1 else slice(None)]
+
+
+def _attend_by_tiles(q, k, v, rightward, leftward, options):
+    batch, heads, length, _ = q.shape
+    output = v.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)  # heads side by side, as they are used
+    row_sums = None if options.eps is None else v.new_empty(batch, heads, length, 1, dtype=_sum_dtype(v.dtype))
+    for tile in _tiles(q):
+        gates = (_cut(g, *tile) for g in (rightward, leftward))
+        values, sums = _attend(*(x[tile].contiguous() for x in (q, k, v)), *gates, options)
+        output[tile] = values
+        if row_sums is not None:
+            row_sums[tile] = sums
+    return output, row_sums
+
+
+def _attend(q, k, v, rightward, leftward, options):
+    """Output `(batch, heads, length, value_dim)` and row sums plus eps `(batch, heads, length, 1)`, or None."""
+    width, orders = v.shape[3], options.orders()
+    if options.eps is not None:
+        v = _with_ones(v)  # the row sums ride along in the same pass
+    sums = None
+    for (order, inverse), right, left in zip(orders, rightward, leftward, strict=True):
+        q_n, k_n, v_n, decays, mask = _make_blocks(q, k, v, right, left, order, options)
+        sums_n = _attend_blocks(q_n, k_n, v_n, decays, mask)
+        sums_n = _in_order(sums_n.flatten(2, 3)[:, :, : q.shape[2]], inverse)
+        sums = sums_n if sums is None else sums + sums_n
+    if options.eps is None:
+        return sums, None
+    row_sums = sums[..., width : width + 1].to(_sum_dtype(v.dtype)) + options.eps
+    return (sums[..., :width] / row_sums).to(v.dtype), row_sums
+
+
+def _with_ones(v):
+    v = nn.functional.pad(v, (0, _ONES_WIDTH))
+    v[..., -_ONES_WIDTH] = 1.0
+    return v
+
+
+def _in_order(x, order):
+    return x if order is None else x.index_select(2, order)
+
+
+def _make_blocks(q, k, v, rightward, leftward, order, options):
+    """Queries, keys and values of blocks, `(batch, heads, blocks, C, ·)`, their `_Decays` and their mask of decays."""
+    length, size = q.shape[2], options.chunk_size
     if not torch.compiler.is_exporting():  # an exported program serves every length, with blocks of one size
-        chunk_size = min(chunk_size, length)
-    blocks = _count_blocks(length, chunk_size)
-    q, k, v = (_split_blocks(x, blocks, chunk_size, -2) for x in (q, k, v))  # (batch, heads, blocks, C, ·)
-    rightward, leftward = (_split_blocks(g, blocks, chunk_size, -1) for g in gates)  # (·, ·, blocks, C)
+        size = min(size, length)
+    blocks = _count_blocks(length, size)
+    q, k, v = (_split_blocks(_in_order(x, order), blocks, size, -2) for x in (q, k, v))
+    rightward, leftward = (_split_gates(g, blocks, size) for g in (rightward, leftward))
+    mask = _decay_mask(rightward, leftward)  # (batch or 1, heads or 1, blocks or 1, C, C)
+    if options.diagonal == "doubled":
+        mask = mask + torch.eye(size, dtype=mask.dtype, device=mask.device)
+    decays = _edge_decays(rightward, leftward)
+    factor = options.scale / len(options.orders())
+    if factor != 1.0:  # every way from a query to a key goes once through one of these
+        mask, decays = mask * factor, decays._replace(enter=decays.enter * factor)
+    return q, k, v, decays, mask
 
-    inside = (q @ k.mT) * _decay_mask(rightward, leftward)  # (batch, heads, blocks, C, C)
-    leave, enter, across = _edge_decays(rightward, leftward)
-    k_leaving = (k[..., None, :] * leave[..., None]).flatten(-2)  # (batch, heads, blocks, C, 2 · head_dim)
-    handed_on = k_leaving.mT @ v  # (batch, heads, blocks, 2 · head_dim, value_dim)
-    handed_on = handed_on.unflatten(-2, (2, head_dim)).flatten(-2)  # (batch, heads, blocks, 2, head_dim · value_dim)
-    received = _carry(handed_on, *across)
-    received = received.flatten(-2).unflatten(-1, (2 * head_dim, value_dim))
-    q_entering = (q[..., None, :] * enter[..., None]).flatten(-2)  # (batch, heads, blocks, C, 2 · head_dim)
 
-    sums = inside @ v + q_entering @ received  # (batch, heads, blocks, C, value_dim)
-    return sums.flatten(2, 3)[:, :, :length]
+def _split_gates(gates, blocks, size):
+    """Gates `(…, length)` into `(…, blocks, size)`; one that stands for all tokens into `(…, 1, size)`."""
+    if gates.shape[-1] == 1:
+        return gates[..., None].expand(*gates.shape, size)
+    return _split_blocks(gates, blocks, size, -1)
+
+
+def _attend_blocks(q, k, v, decays, mask):
+    """Σ_j M_ij (q_i·k_j) v_j of blocks, `(batch, heads, blocks, C, value_dim)`.
+
+    Every block (1) attends to itself, both triangles in one score block, (2) sums up what it hands on to its right and
+    to its left, (3) receives what the other blocks handed on, (4) lets its queries read that.
+    """
+    sums = ((q @ k.mT) * mask).to(v.dtype) @ v
+    if not torch.compiler.is_exporting() and q.shape[2] == 1:
+        return sums
+    handed_on = _both_ways(k, decays.leave).mT @ v  # (batch, heads, blocks, 2 · head_dim, value_dim)
+    received = _carry_both(handed_on, decays.across)
+    q_entering = _both_ways(q, decays.enter)  # (batch, heads, blocks, C, 2 · head_dim)
+    sums.flatten(0, 2).baddbmm_(q_entering.flatten(0, 2), received.flatten(0, 2))
+    return sums
+
+
+def _both_ways(x, decays):
+    """Keys or queries `(…, C, d)` times the decays of both directions `(…, C, 2)`, side by side: `(…, C, 2 · d)`."""
+    return (x[..., None, :] * decays[..., None].to(x.dtype)).flatten(-2)
 
 
 def _count_blocks(length, size):
@@ -433,63 +585,203 @@ def _count_blocks(length, size):
     return blocks
 
 
-def _carry(handed_on, rightward, leftward):
-    """What enters each block from its left and from its right: both directions' scans over the blocks at once.
+def _carry_both(states, across, transposed=False):
+    """What enters each block from both sides, of what leaves it to both sides.
+
+    Args:
+        states: `(batch, heads, blocks, 2 · head_dim, value_dim)`: to the right, and below it to the left.
+        across: logarithms of the decays across each block, to the right and to the left, `(…, blocks)` each.
+        transposed: Whether to carry gradients back, from what enters to what leaves.
+
+    Returns:
+        The same shape and dtype; sums are float32.
+    """
+    head_dim = states.shape[3] // 2
+    walks = states.to(across[0].dtype).unflatten(3, (2, head_dim)).flatten(4).unbind(3)
+    blocks = states.shape[2]
+    right, left = (log_decay.expand(*log_decay.shape[:-1], blocks) for log_decay in across)
+    walks = [_carry(walks[0], right, transposed), _carry(walks[1], left, not transposed)]
+    return torch.stack(walks, 3).view(states.shape).to(states.dtype)
+
+
+def _carry(states, across, leftwards):
+    """What enters each block on a walk to one side: a scan over the blocks.
 
     Products with small matrices of decays over groups of blocks, and the same again over the groups: linear in the
     number of blocks, without a loop, and free of the denormal numbers that a state fading step by step runs through.
     (An exported program stops at groups. Their number is squared, but it is that of the tokens over a thousand.)
 
     Args:
-        handed_on: `(batch, heads, blocks, 2, size)`, states leaving each block to the right and to the left.
-        rightward, leftward: `(batch or 1, heads or 1, blocks)`, logarithms of the decays across each block.
+        states: `(batch, heads, blocks, size)`, what leaves each block.
+        across: `(batch or 1, heads or 1, blocks)`, logarithms of the decays across each block.
+        leftwards: Whether the walk goes to the left.
 
     Returns:
-        `(batch, heads, blocks, 2, size)`, states entering each block from the left and from the right.
+        `(batch, heads, blocks, size)`
     """
     if torch.compiler.is_exporting():  # a program for every length cannot recurse by it: it forms groups, once
-        return _carry_in_groups(handed_on, rightward, leftward, _carry_at_once)
-    if handed_on.shape[2] <= _CARRY_GROUP:
-        return _carry_at_once(handed_on, rightward, leftward)
-    return _carry_in_groups(handed_on, rightward, leftward, _carry)
+        return _carry_in_groups(states, across, leftwards, _carry_at_once)
+    if states.shape[2] <= _CARRY_GROUP:
+        return _carry_at_once(states, across, leftwards)
+    return _carry_in_groups(states, across, leftwards, _carry)
 
 
-def _carry_at_once(handed_on, rightward, leftward):
-    return _entering(_states_at_edges(handed_on, rightward, leftward))
+def _carry_at_once(states, across, leftwards):
+    between = _decays_between(across)[0]
+    return (between.mT if leftwards else between) @ states
 
 
-def _carry_in_groups(handed_on, rightward, leftward, carry):
+def _carry_in_groups(states, across, leftwards, carry):
     """`_carry` within groups of blocks at once, and by the function `carry` between the groups."""
-    blocks = handed_on.shape[2]
+    blocks = states.shape[2]
     groups = _count_blocks(blocks, _CARRY_GROUP)
-    handed_on = _split_blocks(handed_on, groups, _CARRY_GROUP, -3)
-    rightward, leftward = (_split_blocks(g, groups, _CARRY_GROUP, -1) for g in (rightward, leftward))
-    at_edges = _states_at_edges(handed_on, rightward, leftward)
-    leaving = torch.stack([at_edges[..., 0, -1, :], at_edges[..., 1, 0, :]], -2)  # (…, groups, 2, size)
-    _, reach, across = _edge_decays(rightward, leftward)
-    from_groups = carry(leaving, *across)  # (batch, heads, groups, 2, size)
-    entering = _entering(at_edges) + reach[..., None] * from_groups[:, :, :, None]
+    states, across = _split_blocks(states, groups, _CARRY_GROUP, -2), _split_blocks(across, groups, _CARRY_GROUP, -1)
+    between, enter, leave = _decays_between(across)
+    if leftwards:
+        between, enter, leave = between.mT, leave, enter
+    leaving = (leave[..., None, :] @ states).squeeze(-2)  # (batch, heads, groups, size)
+    from_groups = carry(leaving, across.sum(-1).clamp(min=_CLOSED[across.dtype]), leftwards)
+    entering = (between @ states).addcmul_(enter[..., None], from_groups[..., None, :])
     return entering.flatten(2, 3)[:, :, :blocks]
 
 
-def _states_at_edges(handed_on, rightward, leftward):
-    """States at every edge of blocks, `(…, 2, blocks + 1, size)`: what comes from its left, and from its right."""
-    return _decays_to_edges(rightward, leftward) @ handed_on.transpose(-3, -2)
+def _backward_by_tiles(q, k, v, rightward, leftward, output, row_sums, grad, options):
+    """Gradients of all inputs of `_chunk_form`, of those that it has saved and of the gradient of its output."""
+    batch, heads, length, _ = q.shape
+    grads = [x.new_empty(batch, length, heads, x.shape[3]).transpose(1, 2) for x in (q, k, v)]
+    grad_gates = [torch.zeros_like(g) for g in (rightward, leftward)]
+    for tile in _tiles(q):
+        gates = [_cut(g, *tile) for g in (rightward, leftward)]
+        division = None if row_sums is None else (output[tile], row_sums[tile])
+        of_tile = _backward(*(x[tile].contiguous() for x in (q, k, v)), *gates, division, grad[tile], options)
+        for whole, part in zip(grads, of_tile[:3], strict=True):
+            whole[tile] = part
+        for whole, part in zip(grad_gates, of_tile[3:], strict=True):
+            whole = _cut(whole, *tile)
+            whole += part.sum_to_size(whole.shape)
+    return *grads, *grad_gates
 
 
-def _entering(at_edges):
-    """States entering each block, `(…, blocks, 2, size)`: over its left edge and over its right edge."""
-    return torch.stack([at_edges[..., 0, :-1, :], at_edges[..., 1, 1:, :]], -2)
+def _backward(q, k, v, rightward, leftward, division, grad, options):
+    length, width, orders = q.shape[2], v.shape[3], options.orders()
+    if options.eps is not None:
+        v, grad = _with_ones(v), _grad_of_sums(grad, *division)
+    grad = grad.contiguous()
+    grads, grad_gates = [], []
+    for (order, inverse), right, left in zip(orders, rightward, leftward, strict=True):
+        blocks = _make_blocks(q, k, v, right, left, order, options)
+        grad_n = _split_blocks(_in_order(grad, order), *blocks[0].shape[2:4], -2)
+        *of_blocks, to_right, to_left = _backward_blocks(*blocks, grad_n)
+        grads.append([_in_order(x.flatten(2, 3)[:, :, :length], inverse) for x in of_blocks])
+        grad_gates.append([x.flatten(2)[..., :length] for x in (to_right, to_left)])
+    grad_q, grad_k, grad_v = (functools.reduce(torch.add, of_orders) for of_orders in zip(*grads, strict=True))
+    return (
+        grad_q,
+        grad_k,
+        grad_v[..., :width],
+        *(torch.stack(of_orders) for of_orders in zip(*grad_gates, strict=True)),
+    )
+
+
+def _grad_of_sums(grad, output, row_sums):
+    """Gradient of values and, in the column of ones, of row sums, before the division of the one by the other."""
+    of_row_sums = -(grad * output).sum(-1, dtype=row_sums.dtype) / row_sums[..., 0]
+    of_values = nn.functional.pad((grad / row_sums).to(grad.dtype), (0, _ONES_WIDTH))
+    of_values[..., -_ONES_WIDTH] = of_row_sums
+    return of_values
+
+
+def _backward_blocks(q, k, v, decays, mask, grad):
+    """Gradients of `_attend_blocks` by q, k and v, and by the gates to the right and to the left `(…, blocks, C)`."""
+    weights = (q @ k.mT) * mask
+    grad_v = weights.to(v.dtype).mT @ grad
+    grad_scores = grad @ v.mT
+    weights *= grad_scores  # gradient by the logarithms of the decays in the mask
+    grad_scores = (grad_scores * mask).to(v.dtype)
+    grad_q, grad_k = grad_scores @ k, grad_scores.mT @ q
+    k_leaving, q_entering = _both_ways(k, decays.leave), _both_ways(q, decays.enter)
+    received = _carry_both(k_leaving.mT @ v, decays.across)
+    grad_handed_on = _carry_both(q_entering.mT @ grad, decays.across, transposed=True)
+    grad_v.flatten(0, 2).baddbmm_(k_leaving.flatten(0, 2), grad_handed_on.flatten(0, 2))
+    leaving = _backward_both_ways(k, decays.leave, v @ grad_handed_on.mT, grad_k)
+    entering = _backward_both_ways(q, decays.enter, grad @ received.mT, grad_q)
+    across = _grad_across(received, grad_handed_on, decays.across)
+    return grad_q, grad_k, grad_v, *_grad_gates(weights, leaving, entering, across)
+
+
+def _backward_both_ways(x, decays, grad, grad_x):
+    """Derivative of `_both_ways`: adds that by x to `grad_x`, returns that by the logarithms of the decays."""
+    grad = grad.unflatten(-1, (2, -1))  # (…, C, 2, d)
+    for way in range(2):
+        grad_x.addcmul_(grad[..., way, :], decays[..., way, None].to(x.dtype))
+    return (grad * x[..., None, :]).sum(-1, dtype=decays.dtype) * decays
+
+
+def _grad_across(received, grad_handed_on, across):
+    """Gradients by the logarithms of the decays across each block, `(…, blocks)` to the right and to the left.
+
+    Whatever crosses a block is what it would receive; what becomes of it beyond is what it could hand on.
+    """
+    crossing = (received * grad_handed_on).unflatten(-2, (2, -1)).sum((-2, -1), dtype=across[0].dtype)
+    return [crossing[..., way] * _exp(log_decay, log_decay.dtype) for way, log_decay in enumerate(across)]
+
+
+def _grad_gates(mask, leaving, entering, across):
+    """Gradients by gates, `(…, blocks, C)` to the right and to the left: each is in the sums of all that cross it.
+
+    Args:
+        mask: gradient by the logarithms of the decays in the mask, `(…, blocks, C, C)`.
+        leaving, entering: by those of the decays from and to the edges, `(…, blocks, C, 2)`.
+        across: by those of the decays across, `(…, blocks)` to the right and to the left.
+    """
+    earlier, later = mask.tril(-1), mask.triu(1)
+    to_right, to_left = (x.sum(-2, dtype=leaving.dtype) - x.sum(-1, dtype=leaving.dtype) for x in (earlier, later))
+    until, _ = _cumulative(to_right + leaving[..., 0])
+    entered, _ = _cumulative(entering[..., 0])
+    right = until + (entered[..., -1:] - entered)
+    _, before = _cumulative(entering[..., 1] - to_left)
+    left_by, left_before = _cumulative(leaving[..., 1])
+    left = before + (left_by[..., -1:] - left_before)
+    return [(x + y[..., None]).to(leaving.dtype) for x, y in zip((right, left), across, strict=True)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Recurrent form
+# Without decays, and recurrent form
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _rnn_form(q, k, v, gates, chunk_size):
-    gates = gates if gates is not None else (None, None)
-    return _Recurrence.apply(q, k, v, *gates, chunk_size)
+def _undecayed_form(q, k, v, scale, diagonal, eps):
+    """The chunk form of what nothing decays in: one state serves every token."""
+    q, k, v, width = _with_float_sums(q, k, v, eps)
+    return _divide(q @ ((k.mT @ v) * scale), q, k, v, width, scale, diagonal, eps)
+
+
+def _rnn_form(q, k, v, gates, scan, scale, diagonal, eps, chunk_size):
+    """Σ_j M_ij (q_i·k_j) v_j by recurrences; several scan orders are walked at once, as if they were heads."""
+    q, k, v, width = _with_float_sums(q, k, v, eps)
+    q_n, k_n, v_n, rightward, leftward = q, k, v, None, None
+    if gates is not None:
+        heads = q.shape[1]
+        rightward, leftward = (g.expand(-1, -1, heads, -1).movedim(0, 1).flatten(1, 2) for g in gates)
+        if scan is not None:
+            q_n, k_n, v_n = (torch.cat([_in_order(x, order) for order in scan[0]], 1) for x in (q_n, k_n, v_n))
+    sums = _Recurrence.apply(q_n, k_n, v_n, rightward, leftward, chunk_size)
+    if gates is not None and scan is not None:
+        sums = zip(sums.unflatten(1, (len(scan[0]), -1)).unbind(1), scan[1], strict=True)
+        sums = sum(_in_order(x, inverse) for x, inverse in sums) / len(scan[0])
+    return _divide(sums if scale == 1.0 else sums * scale, q, k, v, width, scale, diagonal, eps)
+
+
+def _with_float_sums(q, k, v, eps):
+    """Queries, keys and values in the dtype of sums, with ones beside the values for row sums; the values' width."""
+    q, k, v = (x.to(_sum_dtype(x.dtype)) for x in (q, k, v))
+    return q, k, v if eps is None else _with_ones(v), v.shape[3]
+
+
+def _divide(sums, q, k, v, width, scale, diagonal, eps):
+    if diagonal == "doubled":
+        sums = sums + (q * k).sum(-1, keepdim=True) * scale * v
+    return sums if eps is None else sums[..., :width] / (sums[..., width : width + 1] + eps)
 
 
 class _Recurrence(torch.autograd.Function):
@@ -507,17 +799,16 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        needed = [i for i in range(5) if ctx.needs_input_grad[i]]
         inputs = [x if x is None else x.detach() for x in ctx.saved_tensors]
-        for i in needed:
-            inputs[i].requires_grad_()
-        q, k, v, *gates = inputs
-        with torch.enable_grad(), _full_precision(q.device.type):
-            sums = _chunk_form(q, k, v, None if gates[0] is None else gates, ctx.chunk_size)
-        grads = [None] * 6
-        for i, g in zip(needed, torch.autograd.grad(sums, [inputs[i] for i in needed], grad), strict=True):
-            grads[i] = g
-        return tuple(grads)
+        with _full_precision(grad.device.type):
+            if inputs[3] is not None:
+                q, k, v, *gates = inputs
+                options = _ChunkOptions(ctx.chunk_size, None, 1.0, "balanced", None)
+                grads = _backward_by_tiles(q, k, v, *(g[None] for g in gates), None, None, grad, options)
+                return *grads[:3], *(g[0] for g in grads[3:]), None
+            q, k, v = inputs[:3]
+            grad_state = q.mT @ grad
+            return grad @ (k.mT @ v).mT, v @ grad_state.mT, k @ grad_state, None, None, None
 
 
 def _recur(q, k, v, rightward, leftward):
@@ -533,22 +824,23 @@ def _recur(q, k, v, rightward, leftward):
         stop = min(start + _RECURRENCE_TILE, length)
         ahead, back = slice(start, stop), slice(length - stop, length - start)
         queries, keys, values = (_mirrored_tile(x, x, ahead, back) for x in (q, k, v))  # (T, 2 · batch · heads, ·)
-        decays = None
+        decays = [None] * (stop - start)
         if rightward is not None:
-            shape = (*q.shape[:2], -1)
-            tile = _mirrored_tile(rightward.expand(shape)[..., None], leftward.expand(shape)[..., None], ahead, back)
-            decays = _exp(tile, q.dtype)[..., None]  # (T, 2 · batch · heads, 1, 1)
+            gates = (g.expand(q.shape[:3])[..., None] for g in (rightward, leftward))
+            decays = _exp(_mirrored_tile(*gates, ahead, back), q.dtype)[..., None].unbind()
         read = values.new_empty(values.shape)
-        for i in range(stop - start):
-            torch.bmm(queries[i, :, None], states, out=read[i, :, None])
-            states.baddbmm_(keys[i, :, :, None], values[i, :, None])
-            if decays is not None:
-                states.mul_(decays[i])
+        steps = zip(queries[:, :, None], keys[..., None], values[:, :, None], decays, read[:, :, None], strict=True)
+        for i, (query, key, value, decay, sums_of_step) in enumerate(steps, start=1):
+            torch.bmm(query, states, out=sums_of_step)
+            states.addcmul_(key, value)
+            if decay is not None:
+                states.mul_(decay)
+            if i % _RECURRENCE_CLEANING == 0:
+                # A state fades step by step where nothing is added to it; it must not come to the denormal numbers.
+                states = nn.functional.hardshrink(states, smallest)
         from_left, from_right = read.unflatten(1, (2, *q.shape[:2])).movedim(0, 3)  # (batch, heads, T, value_dim)
         sums[:, :, ahead] += from_left
         sums[:, :, back] += from_right.flip(2)
-        # A state fades step by step where nothing is added to it; it must not linger among the denormal numbers.
-        states.mul_(states.abs() > smallest)
     return sums
 
 

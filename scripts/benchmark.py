@@ -1,219 +1,456 @@
-"""Time the forms of the operator against each other.
+"""Time and memory of LION: whole models beside BERT, ViT and ModernBERT, and the operator alone in its three forms.
 
-    python scripts/benchmark.py decay     strong decays against weak ones: denormal numbers would show here
-    python scripts/benchmark.py forms     the three forms over length: where each wins, and the crossover of "auto"
+    python scripts/benchmark.py model        whole models, inference and training step, beside a peer
+    python scripts/benchmark.py images       LION and ViT over the size of images, in all scan orders: time and memory
+    python scripts/benchmark.py memory       peak memory of whole models
+    python scripts/benchmark.py operator     the operator in each form beside softmax attention
+    python scripts/benchmark.py forms        the three forms beside each other, and the crossover of "auto"
+    python scripts/benchmark.py chunk-size   the chunk form by the size of its chunks: time and memory
+    python scripts/benchmark.py rnn          the rnn form beside a naive loop; its memory beside the parallel form's
+    python scripts/benchmark.py floor        a whole model beside its matrix products alone
+    python scripts/benchmark.py decay        strong decays beside weak ones: denormal numbers would show here
+    python scripts/benchmark.py readme       write tables and figures of what was measured into the README
 
-What is compared runs alternately in one process, and is reported as the median of paired ratios with their quartiles.
-Each command writes a JSON file (machine, versions, every repetition) to --output_dir, `forms` also a plot; `decay`
-exits with code 1 if a ratio reaches its limit. Run it alone: another job on the same cores changes the ratios.
+`COMMAND --help` lists the arguments. What is compared runs alternately in one process, after a round to warm up, and
+is reported as the median of paired ratios with its quartiles. Models are of the paper's base size with random weights,
+peers are those of Transformers with fused attention (SDPA) and the same sizes. A training step is forward, loss (the
+mean of the squared last hidden states) and backward, without an optimizer. Peak memory is what a call needs beyond
+weights and inputs, in a fresh process for each.
+
+Every command writes NAME.json (machine, versions, settings, every repetition), NAME.md and, where there are curves,
+NAME.png to --output_dir. `decay` exits with code 1 if a ratio reaches its limit. Run it alone: another job on the same
+cores changes the ratios.
 """
 
-import argparse
-import os
-import platform
+import functools
 import sys
-import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
-import torch
-from matplotlib.figure import Figure
+from huggingface_hub.errors import StrictDataclassError
 from tqdm.auto import tqdm
 
-from lion_transformers import lion_attention
-from lion_transformers.scripts.arguments import UsageError, run
-from lion_transformers.scripts.checkpointing import write_json
+from lion_transformers.attention_lion import ATTENTION_MODES, DIRECTIONS, choose_mode
+from lion_transformers.scripts.arguments import UsageError, did_you_mean, parse_arguments, run
+from lion_transformers.scripts.benchmark_arguments import (
+    PASSES,
+    ChunkSizeArguments,
+    CommonArguments,
+    DecayArguments,
+    FloorArguments,
+    FormsArguments,
+    ImagesArguments,
+    ModelArguments,
+    OperatorArguments,
+    ReadmeArguments,
+    RnnArguments,
+)
+from lion_transformers.scripts.benchmark_cases import DECAYS, PEERS, SCAN_SUFFIXES, ModelCase, OperatorCase
+from lion_transformers.scripts.benchmark_measure import (
+    alternate,
+    check_device,
+    count_products,
+    describe_machine,
+    describe_versions,
+    peak_memory,
+    record_products,
+    replay_products,
+)
+from lion_transformers.scripts.benchmark_report import (
+    bytes_per_token,
+    compare_lengths,
+    group_rows,
+    make_report,
+    paired_ratio,
+    plot,
+    ratio_cell,
+    rewrite_readme,
+    tokens_per_second,
+)
+from lion_transformers.scripts.checkpointing import atomic_write, write_json
 
 
-MODES = ("parallel", "chunk", "rnn")
-DECAYS = ("none", "fixed", "selective")
-DECAY_RATIO_LIMIT = 1.3
-# The parallel form needs (heads, length, length) tensors: beyond this length only the linear forms are timed.
+DECAY_RATIO_LIMIT = 1.2
+WEAK_DECAY, STRONG_DECAYS = -0.01, (-0.1, -5.0)
+# The parallel form has (heads, length, length) tensors: beyond this length only the linear forms are timed.
 PARALLEL_LONGEST = 4096
+# Chunk sizes are compared with the default.
+CHUNK_SIZE = 64
+SDPA = "SDPA"
 
 
 def main():
-    arguments = parse_arguments()
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    passed = arguments.command(arguments)
-    if not passed:
+    name, arguments = parse_command(sys.argv[1:])
+    _, command = COMMANDS[name]
+    if name == "readme":
+        command(arguments)
+        return
+    check_device(arguments.device)
+    arguments.setting.apply()
+    result = command(arguments)
+    finish(name, arguments, result)
+    if result.failed:
         sys.exit(1)
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="command")
-    decay = commands.add_parser("decay", help="strong decays against weak ones, in every form")
-    decay.set_defaults(command=benchmark_decay, heads=4, batch_size=1)
-    decay.add_argument("--length", type=int, default=4096, help="tokens (default: %(default)s)")
-    forms = commands.add_parser("forms", help="the three forms over length")
-    forms.set_defaults(command=benchmark_forms)
-    lengths = [32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096]
-    forms.add_argument("--lengths", type=int, nargs="+", default=lengths, help="tokens (default: %(default)s)")
-    forms.add_argument("--heads", type=int, default=12, help="attention heads (default: %(default)s)")
-    forms.add_argument("--batch_size", type=int, default=1, help="sequences (default: %(default)s)")
-    for command in (decay, forms):
-        command.add_argument("--head_dim", type=int, default=64, help="width of a head (default: %(default)s)")
-        command.add_argument("--repetitions", type=int, default=7, help="timings of each (default: %(default)s)")
-        command.add_argument("--output_dir", type=Path, default=Path("outputs/benchmark"), help="default: %(default)s")
-    arguments = parser.parse_args()
-    for name, value in vars(arguments).items():
-        if any(number < 1 for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)):
-            raise UsageError(f"--{name} must be at least 1")
-    return arguments
+def parse_command(argv: list[str]) -> tuple[str, Any]:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__)
+        sys.exit()
+    name, *argv = argv
+    if name not in COMMANDS:
+        raise UsageError(f"there is no command {name}{did_you_mean(name, COMMANDS) or ': see --help.'}")
+    arguments_type, _ = COMMANDS[name]
+    (arguments,) = parse_arguments((arguments_type,), argv, description=__doc__)
+    return name, arguments
 
 
-def benchmark_decay(arguments) -> bool:
-    """Decays of -5 a step against -0.01: equal work, so equal time, unless denormal numbers get in the way."""
-    rows = []
-    cases = [(mode, decay, backward) for mode in MODES for decay in DECAYS[1:] for backward in (False, True)]
-    for mode, decay, backward in tqdm(cases, desc="decay"):
-        strong, weak = (
-            make_call(mode, make_inputs(arguments, arguments.length, decay, log_decay), backward)
-            for log_decay in (-5.0, -0.01)
-        )
-        times = alternate([strong, weak], arguments.repetitions)
-        rows.append(
-            {"mode": mode, "decay": decay, "pass": pass_name(backward), **paired_ratio(*times), "seconds": times}
-        )
-    print(f"Time at log-decay -5 over time at -0.01, {arguments.length} tokens, median (quartiles):")
-    print_table(rows, ["mode", "decay", "pass", "ratio"])
-    worst = max(row["median"] for row in rows)
-    print(f"Largest: {worst:.2f}, limit {DECAY_RATIO_LIMIT}.")
-    write_results(arguments, "decay", rows)
-    return worst < DECAY_RATIO_LIMIT
+def write_readme(arguments: ReadmeArguments) -> None:
+    written = rewrite_readme(Path(arguments.readme), Path(arguments.output_dir))
+    print(f"{arguments.readme}: {', '.join(written)}")
 
 
-def benchmark_forms(arguments) -> bool:
-    rows = []
-    cases = [
-        (decay, length, backward)
-        for decay in DECAYS
-        for length in sorted(arguments.lengths)
-        for backward in (False, True)
-    ]
-    for decay, length, backward in tqdm(cases, desc="forms"):
-        inputs = make_inputs(arguments, length, decay, -0.05)
-        modes = [mode for mode in MODES if mode != "parallel" or length <= PARALLEL_LONGEST]
-        times = dict(
-            zip(modes, alternate([make_call(m, inputs, backward) for m in modes], arguments.repetitions), strict=True)
-        )
-        ratio = paired_ratio(times["chunk"], times["parallel"]) if "parallel" in times else {"ratio": "-"}
-        rows.append(
-            {
-                "decay": decay,
-                "length": length,
-                "pass": pass_name(backward),
-                **{f"{mode} (ms)": f"{1e3 * median(times[mode]):.2f}" for mode in modes},
-                "chunk / parallel": ratio["ratio"],
-                "median": ratio.get("median"),
-                "seconds": times,
-            }
-        )
-    columns = ["decay", "length", "pass", *(f"{mode} (ms)" for mode in MODES), "chunk / parallel"]
-    print_table(rows, columns)
-    for decay in DECAYS:
-        for name in ("forward", "training step"):
-            print(f"{decay}, {name}: {describe_crossover(rows, decay, name)}")
-    write_results(arguments, "forms", rows)
-    plot_forms(rows, arguments.output_dir / "forms.png")
-    return True
+@dataclass
+class Result:
+    """What a command has measured.
+
+    Args:
+        title: says what, in one sentence.
+        times, memory: rows as benchmark_report takes them.
+        notes: what follows from them.
+        has_figure: whether there are curves to draw.
+        is_brief: whether the README has no room for the tables.
+        failed: whether a limit was missed.
+    """
+
+    title: str
+    times: list[dict] = field(default_factory=list)
+    memory: list[dict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    has_figure: bool = True
+    is_brief: bool = False
+    failed: bool = False
 
 
-def describe_crossover(rows, decay, name):
-    slower = [
-        row["length"]
-        for row in rows
-        if (row["decay"], row["pass"]) == (decay, name) and row["median"] is not None and row["median"] > 1
-    ]
-    return f"parallel wins up to {max(slower)} tokens" if slower else "chunk wins at every length measured"
-
-
-def make_inputs(arguments, length, decay, log_decay):
-    """Random queries, keys and values `(batch, heads, length, head_dim)`, and decays of one strength."""
-    torch.manual_seed(0)
-    shape = (arguments.batch_size, arguments.heads, length)
-    q, k, v = (torch.randn(*shape, arguments.head_dim) for _ in range(3))
-    decays = {"none": None, "fixed": torch.full(shape[1:2], log_decay), "selective": torch.full(shape, log_decay)}
-    return q, k, v, decays[decay]
-
-
-def make_call(mode, inputs, backward):
-    def forward():
-        with torch.no_grad():
-            lion_attention(*inputs, mode=mode)
-
-    def training_step():
-        leaves = [x if x is None else x.detach().requires_grad_() for x in inputs]
-        lion_attention(*leaves, mode=mode).sum().backward()
-
-    return training_step if backward else forward
-
-
-def pass_name(backward):
-    return "training step" if backward else "forward"
-
-
-def alternate(calls, repetitions):
-    """Seconds of each call, `repetitions` of each in turn, after one of each to warm up."""
-    times = [[] for _ in calls]
-    for repetition in range(repetitions + 1):
-        for call, seconds in zip(calls, times, strict=True):
-            start = time.perf_counter()
-            call()
-            if repetition > 0:
-                seconds.append(time.perf_counter() - start)
-    return times
-
-
-def paired_ratio(numerators, denominators):
-    ratios = torch.tensor(numerators) / torch.tensor(denominators)
-    low, middle, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
-    return {"median": middle, "ratio": f"{middle:.2f} ({low:.2f} to {high:.2f})"}
-
-
-def median(values):
-    return torch.tensor(values).median().item()
-
-
-def print_table(rows, columns):
-    print("| " + " | ".join(columns) + " |")
-    print("|" + " --- |" * len(columns))
-    for row in rows:
-        print("| " + " | ".join(str(row.get(column, "-")) for column in columns) + " |")
-
-
-def write_results(arguments, name, rows):
-    path = arguments.output_dir / f"{name}.json"
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("command", "output_dir")}
-    write_json(path, {"settings": settings, "machine": describe_machine(), "rows": rows})
-    print(f"Every repetition: {path}")
-
-
-def describe_machine():
-    return {
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+def finish(name: str, arguments: CommonArguments, result: Result) -> None:
+    """Print the tables, and write all files."""
+    content = {
+        "command": name,
+        "settings": vars(arguments),
+        "machine": describe_machine(arguments.device),
+        "versions": describe_versions(),
+        **asdict(result),
     }
+    folder, stem = Path(arguments.output_dir), arguments.name or name
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"{stem}.json", content)
+    report = make_report(content)
+    atomic_write(folder / f"{stem}.md", lambda file: file.write_text(report, encoding="utf-8"))
+    if result.has_figure:
+        atomic_write(folder / f"{stem}.png", functools.partial(plot, content))
+    print(f"{report}\nEvery repetition: {folder / stem}.json")
 
 
-def plot_forms(rows, path):
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    for axes, decay in zip(figure.subplots(1, len(DECAYS), sharey=True), DECAYS, strict=True):
-        for mode in MODES:
-            points = [
-                (row["length"], median(row["seconds"][mode]))
-                for row in rows
-                if row["decay"] == decay and row["pass"] == "forward" and mode in row["seconds"]
-            ]
-            axes.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=mode)
-        axes.set(title=f"decay_type={decay!r}", xlabel="tokens")
-        axes.legend()
-    figure.axes[0].set_ylabel("seconds, forward")
-    figure.savefig(path, dpi=150)
-    print(f"Plot: {path}")
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole models
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def benchmark_model(arguments: ModelArguments) -> Result:
+    times = time_models(arguments)
+    return Result(model_title(arguments, "time"), times=times, notes=flat_speed(times))
+
+
+def benchmark_memory(arguments: ModelArguments) -> Result:
+    memory = memory_of_models(arguments)
+    return Result(model_title(arguments, "peak memory"), memory=memory, notes=flat_memory(memory))
+
+
+def benchmark_images(arguments: ImagesArguments) -> Result:
+    times, memory = time_models(arguments), memory_of_models(arguments)
+    notes = [*serpentine_cost(times), *flat_speed(times), *flat_memory(memory)]
+    return Result(model_title(arguments, "time and peak memory"), times=times, memory=memory, notes=notes)
+
+
+def benchmark_floor(arguments: FloorArguments) -> Result:
+    """Each model in turn with its matrix products alone, on the same shapes."""
+    times = []
+    for point, cases in progress("floor", model_points(arguments)):
+        for case, name in product(cases, arguments.passes):
+            case = replace(case, training=PASSES[name])
+            model = case.build()
+            call = case.bind(model)
+            products = record_products(call, list(model.parameters()))
+            calls = {"products": replay_products(products, arguments.device), "model": call}
+            times.append(
+                {
+                    "point": {"decays": case.label, **point, "pass": name},
+                    "reference": "products",
+                    "seconds": time_calls(arguments, calls),
+                    "products": count_products(products),
+                }
+            )
+    title = f"{model_title(arguments, 'time')} Beside each model its matrix products alone (mm, addmm, bmm, baddbmm)."
+    return Result(title, times=times, has_figure=False)
+
+
+def model_title(arguments, what):
+    peer = f" beside {PEERS[arguments.peer]}" if arguments.peer != "none" else ""
+    return f"{arguments.modality.capitalize()} models of {arguments.size} size{peer}: {what}."
+
+
+def time_models(arguments) -> list[dict]:
+    rows = []
+    for point, cases in progress("time", model_points(arguments)):
+        models = {case.label: case.build() for case in cases}
+        for name in arguments.passes:
+            calls = {case.label: replace(case, training=PASSES[name]).bind(models[case.label]) for case in cases}
+            seconds = time_calls(arguments, calls)
+            rows.append({"point": {**point, "pass": name}, "reference": peer_label(arguments), "seconds": seconds})
+    return rows
+
+
+def memory_of_models(arguments) -> list[dict]:
+    rows = []
+    for (point, cases), name in progress("memory", product(model_points(arguments), arguments.passes)):
+        peaks = {case.label: peak_memory(replace(case, training=PASSES[name])) for case in cases}
+        rows.append({"point": {**point, "pass": name}, "reference": peer_label(arguments), "bytes": peaks})
+    return rows
+
+
+def peer_label(arguments):
+    return PEERS.get(arguments.peer)
+
+
+def model_points(arguments) -> list[tuple[dict, list[ModelCase]]]:
+    """What a row of a table says of its inputs and models, and the models: the peer first.
+
+    Raises:
+        UsageError: for a configuration that there cannot be.
+    """
+    lengths = arguments.lengths if arguments.modality == "text" else arguments.image_sizes
+    layers = arguments.num_hidden_layers or [None]
+    if len(layers) not in (1, len(lengths)):
+        raise UsageError(f"--num_hidden_layers takes one number, or one for each of {len(lengths)} inputs.")
+    pairs = zip(lengths, layers * len(lengths) if len(layers) == 1 else layers, strict=True)
+    try:
+        return [model_point(arguments, length, layers) for length, layers in pairs]
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise UsageError(f"there is no such model: {error}") from error
+
+
+def model_point(arguments, length, layers):
+    config = {"modality": arguments.modality, "size": arguments.size, "attn_mode": arguments.attn_mode}
+    config |= arguments.config | ({} if layers is None else {"num_hidden_layers": layers})
+    case = ModelCase(config, length, 1, False, arguments.setting)
+    case = replace(case, batch=arguments.batch(case.tokens))
+    kinds = [
+        {"decay_type": decay, "scan_order": scan_order}
+        for decay, scan_order in product(arguments.decays, arguments.scan_orders)
+        if decay != "none" or scan_order == arguments.scan_orders[0]  # without decays the order is of no account
+    ]
+    cases = [replace(case, config={**config, **kind}) for kind in kinds]
+    if arguments.peer != "none":
+        cases = [replace(case, peer=arguments.peer), *cases]
+    pixels = {"px": length} if arguments.modality == "image" else {}
+    return {**pixels, "tokens": case.tokens, "batch": case.batch, "layers": case.layers}, cases
+
+
+def flat_speed(times: list[dict]) -> list[str]:
+    return describe_lengths(compare_lengths(times, tokens_per_second), "tokens per second")
+
+
+def flat_memory(memory: list[dict]) -> list[str]:
+    return describe_lengths(compare_lengths(memory, bytes_per_token), "bytes per token")
+
+
+def describe_lengths(comparisons, what):
+    return [
+        f"{name}, {kind['layers']} layers, {kind['pass']}: {what} at {last} tokens are {ratio:.2f} × those at {first}."
+        for name, kind, first, last, ratio in comparisons
+    ]
+
+
+def serpentine_cost(times: list[dict]) -> list[str]:
+    notes = []
+    for row, name in product(times, DECAYS.values()):
+        seconds, serpentine = row["seconds"], name + SCAN_SUFFIXES["serpentine"]
+        if name in seconds and serpentine in seconds:
+            ratio = ratio_cell(seconds[serpentine], seconds[name])
+            notes.append(f"{serpentine} / {name}, {row['point']['px']} px, {row['point']['pass']}: {ratio}.")
+    return notes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The operator alone
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def benchmark_operator(arguments: OperatorArguments) -> Result:
+    times = []
+    cases = product(arguments.decays, arguments.passes, arguments.lengths)
+    for decay, name, length in progress("operator", cases):
+        case = operator_case(arguments, decay, length, PASSES[name])
+        forms = {**{form: form for form in forms_at(length)}, SDPA: "sdpa"}
+        seconds = time_cases(arguments, {label: replace(case, form=form) for label, form in forms.items()})
+        times.append({"point": operator_point(case, name), "reference": SDPA, "seconds": seconds})
+    return Result(operator_title(arguments, "in each form beside softmax attention (SDPA)"), times=times)
+
+
+def benchmark_forms(arguments: FormsArguments) -> Result:
+    times = []
+    # Without decays the order of the tokens is of no account.
+    kinds = [(decay, orders) for decay in arguments.decays for orders in (1, 2) if decay != "none" or orders == 1]
+    for (decay, orders), name, length in progress("forms", product(kinds, arguments.passes, arguments.lengths)):
+        case = replace(operator_case(arguments, decay, length, PASSES[name]), orders=orders)
+        seconds = time_cases(arguments, {form: replace(case, form=form) for form in forms_at(length)})
+        times.append({"point": operator_point(case, name, orders=orders), "reference": "parallel", "seconds": seconds})
+    title = operator_title(arguments, "in its three forms, with one scan order and with two (serpentine)")
+    return Result(title, times=times, notes=describe_crossovers(times), is_brief=True)
+
+
+def describe_crossovers(times: list[dict]) -> list[str]:
+    """Up to which measured length the parallel form is faster than the chunk form, and "auto" takes it."""
+    notes = []
+    for point, rows in group_rows(times, leave_out=("tokens", "batch")):
+        compared = {row["point"]["tokens"]: row["seconds"] for row in rows if "parallel" in row["seconds"]}
+        ratios = {length: paired_ratio(s["chunk"], s["parallel"])[0] for length, s in compared.items()}
+        measured = max((length for length, ratio in ratios.items() if ratio > 1), default=None)
+        lengths = [row["point"]["tokens"] for row in rows]
+        has_decay = point["decay"] != "none"
+        auto = max((length for length in lengths if choose_mode(length, has_decay) == "parallel"), default=None)
+        kind = f"decay {point['decay']}, {point['orders']} scan order{'s' * (point['orders'] > 1)}, {point['pass']}"
+        notes.append(f'{kind}: parallel is faster than chunk {up_to(measured)}; "auto" takes it {up_to(auto)}.')
+    return notes
+
+
+def up_to(length):
+    return "at no length measured" if length is None else f"up to {length} tokens"
+
+
+def benchmark_chunk_size(arguments: ChunkSizeArguments) -> Result:
+    times, memory = [], []
+    default = f"chunks of {CHUNK_SIZE}"
+    for decay, name, length in progress("chunk-size", product(arguments.decays, arguments.passes, arguments.lengths)):
+        case = replace(operator_case(arguments, decay, length, PASSES[name]), form="chunk")
+        cases = {size: replace(case, chunk_size=size) for size in dict.fromkeys([CHUNK_SIZE, *arguments.chunk_sizes])}
+        seconds = time_cases(arguments, cases)
+        peaks = {size: peak_memory(one) for size, one in cases.items()}
+        for rows, key, values in ((times, "seconds", seconds), (memory, "bytes", peaks)):
+            for size in arguments.chunk_sizes:
+                point = operator_point(case, name, **{"chunk size": size})
+                rows.append(
+                    {"point": point, "reference": default, key: {default: values[CHUNK_SIZE], "chunk": values[size]}}
+                )
+    title = operator_title(arguments, f"in chunk form, by the size of its chunks, beside chunks of {CHUNK_SIZE}")
+    return Result(title, times=times, memory=memory)
+
+
+def benchmark_rnn(arguments: RnnArguments) -> Result:
+    times, memory = [], []
+    for length in progress("time", arguments.lengths):
+        case = replace(operator_case(arguments, "selective", length, False), form="rnn", normalize=True)
+        seconds = time_cases(arguments, {"naive loop": replace(case, form="naive"), "rnn": case})
+        times.append({"point": operator_point(case, "inference"), "reference": "naive loop", "seconds": seconds})
+    for length in progress("memory", arguments.memory_lengths):
+        case = replace(operator_case(arguments, "selective", length, False), heads=1)
+        peaks = {form: beyond_output(replace(case, form=form)) for form in ("parallel", "rnn")}
+        memory.append({"point": operator_point(case, "inference"), "reference": "parallel", "bytes": peaks})
+    title = operator_title(
+        arguments,
+        "in rnn form beside a loop over one direction after the other with a state and a normaliser (time), and "
+        "beside the parallel form with one head (memory beyond inputs and outputs)",
+    )
+    return Result(title, times=times, memory=memory, has_figure=False)
+
+
+def beyond_output(case: OperatorCase) -> int | None:
+    """Peak memory without that of the result, which is as large as the values."""
+    peak = peak_memory(case)
+    size = case.batch * case.heads * case.length * case.head_dim * case.setting.weights_dtype.itemsize
+    return None if peak is None else max(peak - size, 0)
+
+
+def benchmark_decay(arguments: DecayArguments) -> Result:
+    """Equal work, so equal time, unless denormal numbers get in the way."""
+    times = []
+    names = {f"log-decay {g}": g for g in (WEAK_DECAY, *STRONG_DECAYS)}
+    kinds = product(ATTENTION_MODES, arguments.decays, DIRECTIONS, arguments.passes, arguments.lengths)
+    for form, decay, direction, name, length in progress("decay", kinds):
+        case = replace(operator_case(arguments, decay, length, PASSES[name]), form=form, direction=direction)
+        seconds = time_cases(arguments, {label: replace(case, log_decay=g) for label, g in names.items()})
+        point = {"form": form, "direction": direction, **operator_point(case, name)}
+        times.append({"point": point, "reference": f"log-decay {WEAK_DECAY}", "seconds": seconds})
+    worst = {form: worst_ratio(row for row in times if row["point"]["form"] == form) for form in ATTENTION_MODES}
+    notes = [f"{form}: the largest ratio is {ratio:.2f}." for form, ratio in worst.items()]
+    title = operator_title(arguments, "in each form and direction under strong decays beside weak ones")
+    failed = max(worst.values()) >= DECAY_RATIO_LIMIT
+    notes.append(f"The limit is {DECAY_RATIO_LIMIT}.")
+    return Result(title, times=times, notes=notes, has_figure=False, is_brief=True, failed=failed)
+
+
+def worst_ratio(times: Iterable[dict]) -> float:
+    """The largest median of paired ratios to the reference."""
+    return max(
+        paired_ratio(seconds, row["seconds"][row["reference"]])[0]
+        for row in times
+        for name, seconds in row["seconds"].items()
+        if name != row["reference"]
+    )
+
+
+def operator_case(arguments, decay, length, training):
+    return OperatorCase(
+        form="parallel",
+        decay=decay,
+        length=length,
+        batch=arguments.batch(length),
+        heads=arguments.heads,
+        head_dim=arguments.head_dim,
+        training=training,
+        setting=arguments.setting,
+    )
+
+
+def operator_point(case, name, **kind):
+    return {"decay": case.decay, **kind, "pass": name, "tokens": case.length, "batch": case.batch}
+
+
+def operator_title(arguments, what):
+    return f"The operator alone, {arguments.heads} heads of {arguments.head_dim}, {what}."
+
+
+def forms_at(length):
+    return [form for form in ATTENTION_MODES if form != "parallel" or length <= PARALLEL_LONGEST]
+
+
+def time_cases(arguments, cases):
+    return time_calls(arguments, {label: case.prepare() for label, case in cases.items()})
+
+
+def time_calls(arguments: CommonArguments, calls: dict[str, Callable]) -> dict[str, list[float]]:
+    return alternate(calls, arguments.repetitions, arguments.max_seconds, arguments.device)
+
+
+def progress(name, items):
+    return tqdm(list(items), desc=name)
+
+
+COMMANDS = {
+    "model": (ModelArguments, benchmark_model),
+    "images": (ImagesArguments, benchmark_images),
+    "memory": (ModelArguments, benchmark_memory),
+    "operator": (OperatorArguments, benchmark_operator),
+    "forms": (FormsArguments, benchmark_forms),
+    "chunk-size": (ChunkSizeArguments, benchmark_chunk_size),
+    "rnn": (RnnArguments, benchmark_rnn),
+    "floor": (FloorArguments, benchmark_floor),
+    "decay": (DecayArguments, benchmark_decay),
+    "readme": (ReadmeArguments, write_readme),
+}
 
 
 if __name__ == "__main__":

@@ -406,8 +406,9 @@ def test_half_precision_models_follow_the_float32_one(tmp_path, dtype, decay_typ
             assert states.dtype == dtype
             # Two layers' rounding around the operator: at most 2.6e-2 and 3.1e-3 over twenty seeds, decays or none.
             assert relative_error(states, expected) < (4e-2 if dtype == torch.bfloat16 else 5e-3)
-            # The forms themselves differ by far less.
-            assert relative_error(states, half(**batch, attn_mode="parallel").last_hidden_state) < 1e-2
+            # The forms themselves differ by less: the chunk form multiplies bfloat16 in bfloat16.
+            parallel = half(**batch, attn_mode="parallel").last_hidden_state
+            assert relative_error(states, parallel) < (2e-2 if (mode, dtype) == ("chunk", torch.bfloat16) else 1e-2)
 
 
 def test_dtype_auto_loads_the_dtype_that_was_saved(tmp_path):
@@ -424,7 +425,8 @@ def test_three_forms_agree_under_autocast(decay_type, recipe, operator_calls):
     model, batch = build(LionModel, decay_type, **RECIPES[recipe]), make_batch(70 if decay_type != "none" else 40)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         states = {mode: model(**batch, attn_mode=mode).last_hidden_state for mode in MODES}
-    assert all(relative_error(states[mode], states["parallel"]) < 1e-2 for mode in MODES)
+    assert relative_error(states["rnn"], states["parallel"]) < 1e-2
+    assert relative_error(states["chunk"], states["parallel"]) < 2e-2  # bfloat16 products
     with torch.no_grad():
         assert relative_error(states["parallel"], model(**batch).last_hidden_state) < 3e-2
     for call in operator_calls:
@@ -1150,7 +1152,7 @@ def test_compiled_chunk_form_needs_one_more_graph_where_blocks_form_groups():
 
 def test_compiled_auto_needs_one_graph_for_each_form():
     model = build(LionModel, num_hidden_layers=1, chunk_size=64)
-    assert count_graphs(model, dynamic=True, lengths=(70, 100, 120, 131, 200, 333)) == 2
+    assert count_graphs(model, dynamic=True, lengths=(20, 33, 60, 70, 131, 200, 333)) == 2
 
 
 @pytest.mark.parametrize("mode", ["parallel", "chunk"])

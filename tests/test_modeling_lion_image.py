@@ -548,7 +548,7 @@ def test_cls_token_is_no_step_under_selective_decay_and_position_zero_under_a_fi
         model = build(LionModel, decay_type, scan_order=scan_order, normalize=False, num_hidden_layers=1)
         seen = model(pixel_values=make_images(), output_attentions=True).attentions[0]
         call = operator_calls[0]
-        scores = call["q"] @ call["k"].mT
+        scores = call["q"] @ call["k"].mT * call["scale"]
         orders, decays = walk_by_hand(model.config, (3, 5)), call["log_decay"].detach().exp()
         if orders is None:
             orders, decays = torch.arange(16)[None], decays[None]

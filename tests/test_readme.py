@@ -139,7 +139,8 @@ def run_script(command, folder):
     extra = next((extra for name, extra in SHORTER.items() if name in command), "")
     command = command.replace("scripts/", f"{ROOT}/scripts/").replace("tests/golden/", f"{ROOT}/tests/golden/")
     command = command.replace("accelerate launch", f"{sys.executable} -m accelerate.commands.launch --cpu")
-    command = re.sub(r"^python ", f"{sys.executable} ", command)
+    command = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+    command = re.sub(r"^python ", f"{sys.executable} ", re.sub(r"^([A-Z_]+=)", r"env \1", command))
     run(shlex.split(f"{command} {extra}"), folder)
     if "--dry_run" in command:  # which writes nothing
         return
