@@ -70,17 +70,21 @@ def remove_directory(path: Path) -> None:
 
 
 def claim_output_dir(output_dir: Path, overwrite: bool) -> None:
-    """Make the folder; refuse one that cannot be written, or has files in it, unless `overwrite`."""
+    """Refuse a folder with files in it, unless `overwrite`; what a run that came to nothing left does not count."""
     if output_dir.exists() and not output_dir.is_dir():
         raise UsageError(f"output_dir {output_dir} is a file.")
+    files = set(output_dir.iterdir()) if output_dir.is_dir() else set()
+    if files - {path for pattern in REMAINS for path in output_dir.glob(pattern)} and not overwrite:
+        raise UsageError(f"output_dir {output_dir} is not empty; --overwrite_output_dir writes into it all the same.")
+
+
+def make_output_dir(output_dir: Path) -> None:
+    """Make the folder, and see that it can be written."""
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=output_dir).close()
     except OSError as error:
         raise UsageError(f"cannot write into output_dir {output_dir}: {error.strerror}.") from error
-    remains = {path for pattern in REMAINS for path in output_dir.glob(pattern)}
-    if set(output_dir.iterdir()) - remains and not overwrite:
-        raise UsageError(f"output_dir {output_dir} is not empty; --overwrite_output_dir writes into it all the same.")
 
 
 def clear_output_dir(output_dir: Path) -> None:

@@ -52,6 +52,7 @@ from lion_transformers.scripts.checkpointing import (
     clear_output_dir,
     clear_unfinished,
     list_checkpoints,
+    make_output_dir,
     prune_checkpoints,
     publish,
     publish_files,
@@ -172,6 +173,7 @@ def start(
     """
     output_dir = Path(args.output_dir)
     claim_output_dir(output_dir, args.overwrite_output_dir or bool(list_checkpoints(output_dir)))
+    make_output_dir(output_dir)
     folder = folder_to_resume(output_dir, args.resume_from_checkpoint, args.overwrite_output_dir)
     accelerator = make_accelerator(args)
     accelerator.wait_for_everyone()
