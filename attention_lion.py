@@ -30,8 +30,9 @@ ATTENTION_MODES = ("parallel", "chunk", "rnn")
 DIRECTIONS = ("both", "forward", "backward")
 DIAGONALS = ("balanced", "doubled")
 
-# Longest sequence that "auto" computes in parallel form, from `scripts/benchmark.py forms`: without decays the chunk
-# form is two small products and wins almost at once.
+# Longest sequence that "auto" computes in parallel form: without decays the chunk form is two small products and wins
+# almost at once. Under decays and in bfloat16 it wins from between 64 and 128 tokens, in float32 from 128 to 256, by
+# `scripts/benchmark.py forms`; between 64 and 256 a whole float32 layer takes about as long in either.
 PARALLEL_MAX_LENGTH = 64
 PARALLEL_MAX_LENGTH_WITHOUT_DECAY = 32
 
@@ -85,10 +86,10 @@ def lion_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Bidirectional linear attention with decays, the equation at the head of this module.
 
-    Decays, states and row sums are computed and accumulated in float32, also under autocast and for half-precision
-    inputs; float64 inputs stay float64 throughout. So are products, except that the chunk form under decays multiplies
-    bfloat16 inputs in bfloat16. All three modes have the same values and the same gradients. (Only the parallel form
-    can be differentiated twice.)
+    Everything is computed and accumulated in float32, also under autocast and for half-precision inputs; float64
+    inputs stay float64 throughout. The exception is bfloat16 in the chunk form under decays: decays, and states from
+    block to block, are float32, while factors and results of products are rounded to bfloat16. All three modes have
+    the same values and the same gradients. (Only the parallel form can be differentiated twice.)
 
     Args:
         q: Queries after feature map, `(batch, heads, length, head_dim)`.

@@ -20,6 +20,7 @@ from lion_transformers.scripts.arguments import UsageError, one_line
 
 
 MANIFEST = "manifest.json"
+RESULTS = ["results.json", "predictions"]
 # What a run that came to nothing leaves; names that begin with a dot are unfinished.
 REMAINS = ["runs", "nonfinite-batch-*", ".*.unfinished", ".*.discarded"]
 
@@ -89,12 +90,14 @@ def make_output_dir(output_dir: Path) -> None:
 
 def clear_output_dir(output_dir: Path) -> None:
     """Remove what an earlier run left of itself; files that are not a run's are never touched."""
-    _remove(output_dir, ["checkpoint-[0-9]*", "results.json", "predictions", *REMAINS])
+    for step in list_checkpoints(output_dir):
+        remove_directory(checkpoint_folder(output_dir, step))
+    _remove(output_dir, [*RESULTS, *REMAINS])
 
 
 def clear_unfinished(output_dir: Path, after_step: int) -> None:
-    """Remove what goes beyond the checkpoint of a step: half files, and later checkpoints."""
-    _remove(output_dir, [pattern for pattern in REMAINS if pattern != "runs"])
+    """Remove what goes beyond the checkpoint of a step: half files, results, and later checkpoints."""
+    _remove(output_dir, [*RESULTS, *(pattern for pattern in REMAINS if pattern.startswith("."))])
     for step in list_checkpoints(output_dir):
         if step > after_step:
             remove_directory(checkpoint_folder(output_dir, step))

@@ -175,6 +175,8 @@ def start(
     claim_output_dir(output_dir, args.overwrite_output_dir or bool(list_checkpoints(output_dir)))
     make_output_dir(output_dir)
     folder = folder_to_resume(output_dir, args.resume_from_checkpoint, args.overwrite_output_dir)
+    if folder and Path(folder).resolve().parent != output_dir.resolve() and list_checkpoints(output_dir):
+        raise UsageError(f"output_dir {output_dir} holds checkpoints of another run than {folder}: choose another.")
     accelerator = make_accelerator(args)
     accelerator.wait_for_everyone()
     show_progress_once(accelerator)
@@ -637,6 +639,8 @@ class TrainingRun:
             if not self.accelerator.optimizer_step_was_skipped:  # as fp16 does when gradients overflow
                 self.scheduler.step()
         self.optimizer.zero_grad()
+        if nonfinite:  # left out, of the averages too
+            loss, counts, self.grad_norm = (torch.zeros_like(x) for x in (loss, counts, self.grad_norm))
         self.updates.append((loss, counts))
         self.count_nonfinite(nonfinite, micro_batches)
         return stop

@@ -22,9 +22,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from training_checks import TWO_CPUS, run_and_check
 from transformers import PreTrainedTokenizerFast
 
-from lion_transformers.scripts import pretrain_mlm, run_glue, train_image_classification
-from lion_transformers.scripts.arguments import run
-from lion_transformers.scripts.checkpointing import list_checkpoints
+from lion_transformers.scripts import pretrain_mlm, run_glue, train_image_classification, training
+from lion_transformers.scripts.arguments import UsageError, run
+from lion_transformers.scripts.checkpointing import clear_output_dir, list_checkpoints
 from lion_transformers.scripts.resuming import read_checkpoint
 
 
@@ -499,7 +499,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_whole_checkpoint(monk
 TWO_PROCESSES = """
 import os, signal, sys
 from lion_transformers.scripts import pretrain_mlm
-from lion_transformers.scripts.arguments import run
+from lion_transformers.scripts.arguments import UsageError, run
 
 accumulate = pretrain_mlm.Pretraining.accumulate_gradients
 
@@ -545,3 +545,15 @@ def test_a_stream_cannot_be_divided_otherwise(monkeypatch, capsys):
     for name, value, other in [("per_device_train_batch_size", 4, 2), ("dataloader_num_workers", 0, 1)]:
         message = f"out/checkpoint-3 was made with {name} {value}, not {other}: go on with that"
         assert message in failure(train, capsys, f"--{name}", str(other))
+
+
+def test_a_checkpoint_of_elsewhere_costs_no_other_run_its_own(tmp_path):
+    for folder in ("here/checkpoint-7", "there/checkpoint-3"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "here" / "checkpoint-7-kept").mkdir()
+    checkpoint = str(tmp_path / "there" / "checkpoint-3")
+    args = training.TrainingArguments(output_dir=str(tmp_path / "here"), resume_from_checkpoint=checkpoint)
+    with pytest.raises(UsageError, match="holds checkpoints of another run"):
+        training.start(args, {})
+    clear_output_dir(tmp_path / "here")
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["checkpoint-7-kept"]
