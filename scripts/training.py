@@ -599,6 +599,9 @@ class TrainingRun:
             self.batches.close()
         progress.close()
         if self.load_best_model_at_end:
+            if self.state.best_step is None:  # it has stopped early, before the first step that is saved
+                self.note_if_best(self.last_evaluation)
+                self.save_checkpoint()
             self.load_best_checkpoint()
 
     def is_evaluation_due(self) -> bool:

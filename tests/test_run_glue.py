@@ -734,6 +734,17 @@ def test_patience_counts_evaluations_without_a_better_one_though_fewer_are_saved
     assert results_in("out/sst2/seed-17")["steps"] == 12
 
 
+def test_a_run_that_stops_before_its_first_checkpoint_leaves_one(bert, monkeypatch):
+    data = write_glue("data", ["sst2"])
+    scripted(monkeypatch, [0.0, 0.3, 0.2])
+    argv = ["--task_name=sst2", "--data_dir", data, "--model_name_or_path", bert, "--output_dir=out", *SHORT]
+    run_script(
+        monkeypatch, *argv, "--max_steps=12", "--eval_steps=2", "--save_steps=12", "--early_stopping_patience=1"
+    )
+    results = results_in("out/sst2/seed-17")
+    assert (results["steps"], results["best"]["step"]) == (4, 4)
+
+
 def test_runs_of_other_settings_are_not_averaged(bert, monkeypatch, capsys):
     data = write_glue("data", ["sst2"])
     argv = ["--task_name=sst2", "--data_dir", data, "--model_name_or_path", bert, "--output_dir=out", *SHORT]
