@@ -11,6 +11,7 @@ The command line overrides the recipe, the recipe overrides the defaults. One up
 sequences, however many processes and micro-batches they are spread over, and its loss is the mean over their masked
 tokens. output_dir receives the weights, the tokenizer, the config, results.json and loss_curve.png; the best and the
 last checkpoint are beside them. A run that was stopped goes on with the same command.
+Not here: DeepSpeed.
 """
 
 import functools
@@ -19,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ from lion_transformers.scripts.optimization import linear_schedule
 from lion_transformers.scripts.packing import PACKED_FEATURES, pack_documents
 from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
+    ArgumentGroups,
     TrainerState,
     TrainingArguments,
     TrainingRun,
@@ -523,43 +525,37 @@ def count_steps(args: PretrainingArguments, sequences: MaskedSequences | Stream,
     return math.ceil(args.num_train_epochs * len(sequences) / global_batch_size)
 
 
-def make_layout(
-    args: PretrainingArguments, data_args: DataArguments, sequences: MaskedSequences | Stream, num_processes: int
-) -> dict[str, int]:
-    """What a run cannot change when it goes on: all that a stream is divided by, else the update alone."""
-    at_once = args.per_device_train_batch_size * num_processes
-    layout = {"global_train_batch_size": args.global_train_batch_size or at_once}
-    if isinstance(sequences, MaskedSequences):
-        return {**layout, "training_sequences": len(sequences)}
-    return {
-        **layout,
-        "num_processes": num_processes,
-        "per_device_train_batch_size": args.per_device_train_batch_size,
-        "dataloader_num_workers": data_args.dataloader_num_workers,
-    }
-
-
 @dataclass
-class Arguments:
+class Arguments(ArgumentGroups):
     """All arguments of a run."""
 
     model: ModelArguments
     data: DataArguments
     training: PretrainingArguments
 
-    @property
-    def flat(self) -> dict[str, Any]:
-        """Every argument by its name."""
-        return {name: value for group in asdict(self).values() for name, value in group.items()}
+
+def make_layout(
+    arguments: Arguments, sequences: MaskedSequences | Stream, global_batch_size: int, num_processes: int
+) -> dict[str, int]:
+    """What a run cannot change when it goes on: all that a stream is divided by, else the update alone."""
+    layout = {"global_train_batch_size": global_batch_size}
+    if isinstance(sequences, MaskedSequences):
+        return {**layout, "training_sequences": len(sequences)}
+    return {
+        **layout,
+        "num_processes": num_processes,
+        "per_device_train_batch_size": arguments.training.per_device_train_batch_size,
+        "dataloader_num_workers": arguments.data.dataloader_num_workers,
+    }
 
 
 def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoint | None) -> Pretraining:
     """A run that begins, or one that goes on from a checkpoint."""
     model_args, data_args, args = arguments.model, arguments.data, arguments.training
-    at_once = args.per_device_train_batch_size * accelerator.num_processes
     num_micro_batches = accumulation_steps(
         args.global_train_batch_size, args.per_device_train_batch_size, accelerator.num_processes
     )
+    global_batch_size = num_micro_batches * args.per_device_train_batch_size * accelerator.num_processes
     tokenizer = load_tokenizer(
         model_args.tokenizer_name or model_args.model_name_or_path or model_args.config_name,
         ["mask_token", "pad_token"],
@@ -571,7 +567,7 @@ def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoi
         check_packing(model.config)
     with accelerator.main_process_first():
         train, evaluation = load_sequences(data_args, tokenizer, args.seed)
-    max_steps = count_steps(args, train, num_micro_batches * at_once)
+    max_steps = count_steps(args, train, global_batch_size)
     state = TrainerState(**checkpoint.state) if checkpoint else TrainerState(max_steps)
     optimizer = adamw(model, args, args.learning_rate)
     scheduler = linear_schedule(optimizer, max_steps, args.warmup_ratio, args.final_lr_ratio)
@@ -593,7 +589,7 @@ def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoi
     pretraining = Pretraining(
         args=args,
         record=arguments.flat,
-        layout=make_layout(args, data_args, train, accelerator.num_processes),
+        layout=make_layout(arguments, train, global_batch_size, accelerator.num_processes),
         accelerator=accelerator,
         model=model,
         optimizer=optimizer,

@@ -13,7 +13,7 @@ defaults. Every task and seed is a run in output_dir/<task>/seed-<seed>, which l
 its predictions for the test set and results.json. A call that was stopped goes on with the same command: finished runs
 are not done again, an unfinished one goes on from its last checkpoint. MNLI comes first, and RTE, MRPC and STS-B start
 from its best model, with new heads. --overwrite_output_dir does all of them again. At the end output_dir has glue.md,
-glue.json and a chart over all runs in it and, from the best seeds, a submission. Not here: the set AX.
+glue.json and a chart over all runs in it and, from the best seeds, a submission. Not here: DeepSpeed, the set AX.
 """
 
 import itertools
@@ -21,7 +21,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ from lion_transformers.scripts.optimization import linear_schedule
 from lion_transformers.scripts.resuming import FREE_ARGUMENTS as FREE_IN_A_RUN
 from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
+    ArgumentGroups,
     TrainerState,
     TrainingArguments,
     TrainingRun,
@@ -167,17 +168,12 @@ class GlueArguments(TrainingArguments):
 
 
 @dataclass
-class Arguments:
+class Arguments(ArgumentGroups):
     """All arguments of a run."""
 
     model: ModelArguments
     data: DataArguments
     training: GlueArguments
-
-    @property
-    def flat(self) -> dict[str, Any]:
-        """Every argument by its name."""
-        return {name: value for group in asdict(self).values() for name, value in group.items()}
 
 
 # The list of runs

@@ -16,6 +16,7 @@ model's configuration. One update sees `global_train_batch_size` images, however
 are spread over, and its loss is the mean over them. output_dir receives the weights (averaged ones, with ema_decay),
 the image processor, the config, results.json, loss_curve.png, confusion_matrix.png and predictions.png; the best and
 the last checkpoint are beside them. A run that was stopped goes on with the same command.
+Not here: DeepSpeed, and averaged weights under FSDP.
 """
 
 import functools
@@ -23,9 +24,9 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -71,6 +72,7 @@ from lion_transformers.scripts.images import (
 from lion_transformers.scripts.optimization import cosine_schedule
 from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
+    ArgumentGroups,
     ModelArguments,
     TrainerState,
     TrainingArguments,
@@ -157,7 +159,7 @@ class ClassificationArguments(TrainingArguments):
 
 
 @dataclass
-class Arguments:
+class Arguments(ArgumentGroups):
     """All arguments of a run."""
 
     model: ModelArguments
@@ -165,11 +167,6 @@ class Arguments:
     augmentation: AugmentationArguments
     distillation: DistillationArguments
     training: ClassificationArguments
-
-    @property
-    def flat(self) -> dict[str, Any]:
-        """Every argument by its name."""
-        return {name: value for group in asdict(self).values() for name, value in group.items()}
 
 
 # Model

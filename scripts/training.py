@@ -158,6 +158,15 @@ class TrainingArguments:
             raise UsageError(f"save_steps {self.save_steps} is not a multiple of eval_steps {self.eval_steps}.")
 
 
+class ArgumentGroups:
+    """Base of the dataclass that a script gathers its groups of arguments in."""
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """Every argument by its name."""
+        return {name: value for group in asdict(self).values() for name, value in group.items()}
+
+
 # The start of a run
 
 
@@ -248,7 +257,6 @@ class StopRequested(Exception):
 @contextmanager
 def stopping_on_sigterm(accelerator: Accelerator) -> Iterator[None]:
     """Let a run end by itself when any of its processes is sent SIGTERM: with a checkpoint, and exit code 0."""
-    _stop.clear()
     before = signal.signal(signal.SIGTERM, lambda *_: _stop.set())
     try:
         yield
@@ -259,6 +267,7 @@ def stopping_on_sigterm(accelerator: Accelerator) -> Iterator[None]:
         sys.exit(0)
     finally:
         signal.signal(signal.SIGTERM, before)
+        _stop.clear()  # what runs next in this process has not been asked to stop
 
 
 def in_any_process(accelerator: Accelerator, *flags: bool) -> list[bool]:
