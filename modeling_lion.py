@@ -1,6 +1,7 @@
 """PyTorch LION model."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -34,11 +35,17 @@ logger = logging.get_logger(__name__)
 # In tokens: of the fastest head under `decay_init="multiscale"`; that of the slowest is the length of a sequence.
 SHORTEST_TIME_CONSTANT = 4.0
 
-# Tokens that a CPU takes through a feed-forward block at once at inference.
+# Tokens that a CPU takes at once at inference through what treats each token by itself.
 TOKENS_AT_ONCE = 2048
+
+# Fewest tokens for which a CPU computes linear layers as convolutions, which lay out the weights anew in each call.
+TOKENS_OF_CONVOLUTION = 256
 
 # In bytes: of what torch allocates on a CPU.
 MEMORY_ALIGNMENT = 64
+
+# In bytes: a little below the largest block that glibc takes from memory it has already, once one like it was freed.
+LARGEST_KEPT_BLOCK = 2**25 - 2**16
 
 # What holds decays, by decay type: their whole names, as `_keep_in_fp32_modules_strict` wants them.
 FP32_MODULES = {"none": [], "fixed": ["decay_bias"], "selective": ["decay_bias_proj"]}
@@ -198,6 +205,52 @@ class LionImageEmbeddings(nn.Module):
         return torch.cat([cls_position, positions], 1)
 
 
+class LionLinear(nn.Linear):
+    """A linear layer that a CPU computes, in float32 and for many tokens, as a convolution over one pixel.
+
+    The two are the same sums. Products of float32 matrices go to the BLAS that PyTorch is built with, convolutions to
+    oneDNN, which shares a product of this size out to the cores better.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._takes_convolution(x):
+            return _PointwiseConvolution.apply(x, self.weight, self.bias)
+        return super().forward(x)
+
+    def _takes_convolution(self, x):
+        return (
+            x.device.type == "cpu"
+            and x.dtype == self.weight.dtype == torch.float32
+            and x.numel() >= TOKENS_OF_CONVOLUTION * self.in_features
+            and type(self.weight) is nn.Parameter  # not quantised, not sharded
+            and torch.backends.mkldnn.is_available()
+            and not torch.is_autocast_enabled("cpu")
+            and not is_tracing(x)
+        )
+
+
+class _PointwiseConvolution(torch.autograd.Function):
+    """x Wᵀ + b as a convolution; its gradients are products of other shapes, which a BLAS computes as fast."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        pixels = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1, in_features, tokens, 1), channels last
+        output = nn.functional.conv2d(pixels, weight[..., None, None], bias)
+        return output.permute(0, 2, 3, 1).reshape(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        return (
+            grad @ weight if needs_x else None,
+            rows.mT @ x.flatten(0, -2) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )
+
+
 class LionDecayProjection(nn.Linear):
     """Decay logits per head from each token.
 
@@ -220,7 +273,7 @@ class LionAttention(nn.Module):
         # Row normalisation cancels any scale.
         self.scaling = 1.0 if config.normalize else self.head_dim**-0.5
 
-        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.qkv_bias)
+        self.qkv_proj = LionLinear(config.hidden_size, 3 * config.hidden_size, bias=config.qkv_bias)
         # Decays stay in float32 whatever the dtype of the model: close to 1 half precision cannot tell them apart.
         # Trainer exempts from weight decay what has "bias" in its name, and so should these be.
         num_decays = len(SCAN_ORDERS[config.scan_order]) * self.num_heads
@@ -229,7 +282,7 @@ class LionAttention(nn.Module):
         elif config.decay_type == "selective":
             self.decay_bias_proj = LionDecayProjection(config.hidden_size, num_decays, dtype=torch.float32)
         self.norm = nn.LayerNorm(config.hidden_size) if config.attention_output_norm else nn.Identity()
-        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.out_proj = LionLinear(config.hidden_size, config.hidden_size)
 
     def forward(
         self,
@@ -242,11 +295,13 @@ class LionAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         qkv = self.qkv_proj(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()  # (batch, heads, length, head_dim) each
+        # Somebody who looks at what the projection gives is not to see it change.
+        in_place = not (torch.is_grad_enabled() or is_tracing(qkv) or self.qkv_proj._forward_hooks)
         dropout_p = self.config.attention_probs_dropout_prob if self.training and attn_mode == "parallel" else 0.0
 
         output = lion_attention(
-            self._map_features(query),
-            self._map_features(key),
+            self._map_features(query, in_place),
+            self._map_features(key, in_place),
             value,
             self._log_decay(hidden_states, scan),
             mode=attn_mode,
@@ -263,13 +318,13 @@ class LionAttention(nn.Module):
         )
         output, weights = output if output_attentions else (output, None)
         output = output.transpose(1, 2).flatten(2)  # (batch, length, hidden_size)
-        return self.out_proj(self.norm(output)), weights
+        return _by_slices(lambda some: self.out_proj(self.norm(some)), output), weights
 
-    def _map_features(self, x):
+    def _map_features(self, x, in_place):
         if self.config.feature_map == "elu":
-            return nn.functional.elu(x).add_(1.0)
+            return nn.functional.elu(x, inplace=in_place).add_(1.0)
         if self.config.feature_map == "silu":
-            x = nn.functional.silu(x).add_(0.5)
+            x = nn.functional.silu(x, inplace=in_place).add_(0.5)
             norm = x.norm(dim=-1, keepdim=True).to(x.dtype)
             return x / norm if torch.is_grad_enabled() else x.div_(norm)
         return x
@@ -287,6 +342,23 @@ class LionAttention(nn.Module):
         if self.config.modality == "image" and self.config.use_cls_token:
             log_decay = nn.functional.pad(log_decay[..., 1:], (1, 0))  # the CLS token is no step of the walk
         return log_decay if scan is None else log_decay.unflatten(1, (-1, self.num_heads)).transpose(0, 1)
+
+
+def _by_slices(function: Callable[..., torch.Tensor], *states: torch.Tensor) -> torch.Tensor:
+    """A function of each token by itself, of states `(batch, length, hidden_size)`, to a result of the same shape.
+
+    What it computes on the way can be several times as wide, and on a CPU pages that are new to the process cost more
+    than what is computed in them: where no gradient needs all of it, some tokens at a time use the same.
+    """
+    first = states[0]
+    whole = torch.is_grad_enabled() or first.device.type != "cpu" or is_tracing(first)
+    if whole or first.shape[0] * first.shape[1] <= TOKENS_AT_ONCE:
+        return function(*states)
+    output = torch.empty_like(first, memory_format=torch.contiguous_format)
+    slices = (x.flatten(0, 1).split(TOKENS_AT_ONCE) for x in (output, *states))
+    for some_output, *some in zip(*slices, strict=True):
+        some_output.copy_(function(*some))
+    return output
 
 
 def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
@@ -314,20 +386,10 @@ class LionMLP(nn.Module):
     def __init__(self, config: LionConfig):
         super().__init__()
         self.activation_fn = ACT2FN[config.hidden_act]
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.fc1 = LionLinear(config.hidden_size, config.intermediate_size)
+        self.fc2 = LionLinear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # What lies between the layers is several times as wide, and on a CPU pages that are new to the process cost
-        # more than what is computed in them: where no gradient needs all of it, some tokens at a time use the same.
-        if torch.is_grad_enabled() or hidden_states.device.type != "cpu" or is_tracing(hidden_states):
-            return self._transform(hidden_states)
-        tokens = hidden_states.flatten(0, 1).split(TOKENS_AT_ONCE)
-        if len(tokens) == 1:
-            return self._transform(hidden_states)
-        return torch.cat([self._transform(some) for some in tokens]).view_as(hidden_states)
-
-    def _transform(self, hidden_states):
         return self.fc2(self.activation_fn(self.fc1(hidden_states)))
 
 
@@ -351,15 +413,19 @@ class LionLayer(GradientCheckpointingLayer):
         scan: Scan | None = None,
         segment_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        pre_norm = self.norm_position == "pre"
-        attention_input = self.attention_norm(hidden_states) if pre_norm else hidden_states
+        attention_input = self.attention_norm(hidden_states) if self.norm_position == "pre" else hidden_states
         attention_output, _ = self.attention(
             attention_input, attention_mask, attn_mode, output_attentions, scan, segment_ids
         )
+        if self.training:  # whole examples are dropped
+            return self._add_and_transform(hidden_states, attention_output)
+        return _by_slices(self._add_and_transform, hidden_states, attention_output)
+
+    def _add_and_transform(self, hidden_states, attention_output):
+        pre_norm = self.norm_position == "pre"
         hidden_states = hidden_states + self.drop_path(self.dropout(attention_output))
         if not pre_norm:
             hidden_states = self.attention_norm(hidden_states)
-
         mlp_output = self.mlp(self.mlp_norm(hidden_states) if pre_norm else hidden_states)
         hidden_states = hidden_states + self.drop_path(self.dropout(mlp_output))
         return hidden_states if pre_norm else self.mlp_norm(hidden_states)
@@ -431,6 +497,17 @@ class LionPredictionHead(nn.Module):
         return self.norm(self.activation_fn(self.dense(hidden_states)))
 
 
+def _keep_freed_memory():
+    """Let the process use again, from layer to layer, the memory that it has freed.
+
+    glibc gives memory back to the system above a threshold, which it sets to twice the largest block that was freed,
+    up to 32 MiB. Left to the sizes that a model happens to free, each layer's memory can be given back and asked for
+    anew, and pages that are new to the process cost a CPU more than what is computed in them. The block is not written
+    to, so it takes no memory itself.
+    """
+    torch.empty(LARGEST_KEPT_BLOCK, dtype=torch.uint8, device="cpu")
+
+
 @auto_docstring
 class LionPreTrainedModel(PreTrainedModel):
     config: LionConfig
@@ -451,6 +528,7 @@ class LionPreTrainedModel(PreTrainedModel):
         if config.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` must be one of {', '.join(ACT2FN)}, got {config.hidden_act!r}")
         super().__init__(config, *inputs, **kwargs)
+        _keep_freed_memory()
         # Those that the model has: FSDP's wrapping by them refuses others.
         embeddings = "LionImageEmbeddings" if config.modality == "image" else "LionEmbeddings"
         self._no_split_modules = [embeddings, "LionLayer"]
