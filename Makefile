@@ -62,6 +62,7 @@ format: install
 bench: install
 	$(BENCHMARK) model --lengths 128 512 2048 8192 32768 --num_hidden_layers 12 12 1 1 1 --tokens 512 --repetitions 3 \
 		--max_seconds 20
+	$(BENCHMARK) flat --num_hidden_layers 1 --repetitions 3 --max_seconds 40
 	$(BENCHMARK) model --name model-images --modality image --tokens 512 --repetitions 3 --max_seconds 20
 	$(BENCHMARK) images --decays selective --passes inference --num_hidden_layers 1 --repetitions 3 --max_seconds 15
 	$(BENCHMARK) memory --lengths 512 32768 --tokens 32768 --num_hidden_layers 1 --passes inference
@@ -75,6 +76,7 @@ bench: install
 # The same on a GPU, in bfloat16, within 8 minutes.
 bench-gpu: install
 	$(BENCHMARK) model $(ON_GPU) --tokens 65536
+	$(BENCHMARK) flat $(ON_GPU)
 	$(BENCHMARK) model --name model-images --modality image $(ON_GPU) --tokens 65536
 	$(BENCHMARK) images $(ON_GPU) --decays selective --passes inference --tokens 65536
 	$(BENCHMARK) memory $(ON_GPU) --lengths 512 32768 --tokens 32768 --decays selective

@@ -3,6 +3,7 @@
     python scripts/benchmark.py model        whole models, inference and training step, beside a peer
     python scripts/benchmark.py images       LION and ViT over the size of images, in all scan orders: time and memory
     python scripts/benchmark.py memory       peak memory of whole models
+    python scripts/benchmark.py flat         tokens per second of long sequences beside those of short ones
     python scripts/benchmark.py operator     the operator in each form beside softmax attention
     python scripts/benchmark.py forms        the three forms beside each other, and the crossover of "auto"
     python scripts/benchmark.py chunk-size   the chunk form by the size of its chunks: time and memory
@@ -40,6 +41,7 @@ from lion_transformers.scripts.benchmark_arguments import (
     ChunkSizeArguments,
     CommonArguments,
     DecayArguments,
+    FlatArguments,
     FloorArguments,
     FormsArguments,
     ImagesArguments,
@@ -160,8 +162,7 @@ def finish(name: str, arguments: CommonArguments, result: Result) -> None:
 
 
 def benchmark_model(arguments: ModelArguments) -> Result:
-    times = time_models(arguments)
-    return Result(model_title(arguments, "time"), times=times, notes=flat_speed(times))
+    return Result(model_title(arguments, "time"), times=time_models(arguments))
 
 
 def benchmark_memory(arguments: ModelArguments) -> Result:
@@ -173,6 +174,27 @@ def benchmark_images(arguments: ImagesArguments) -> Result:
     times, memory = time_models(arguments), memory_of_models(arguments)
     notes = [*serpentine_cost(times), *flat_speed(times), *flat_memory(memory)]
     return Result(model_title(arguments, "time and peak memory"), times=times, memory=memory, notes=notes)
+
+
+def benchmark_flat(arguments: FlatArguments) -> Result:
+    """Each model on one length after the other, as many tokens of each, in turn."""
+    if len(arguments.lengths) < 2:
+        raise UsageError("--lengths must be several: flat compares them.")
+    times = [row for name in arguments.passes for row in time_in_turn(arguments, name)]
+    title = f"{model_title(arguments, 'time')} Every model takes the lengths in turn."
+    return Result(title, times=times, notes=flat_speed_in_turn(times), has_figure=False)
+
+
+def time_in_turn(arguments, name) -> list[dict]:
+    """A row for each length; the i-th seconds of a model in two of them are a pair."""
+    points = model_points(arguments)
+    rows = [{"point": {**point, "pass": name}, "reference": None, "seconds": {}} for point, _ in points]
+    for cases in progress(name, zip(*(cases for _, cases in points), strict=True)):
+        model = max(cases, key=lambda case: case.length).build()  # its table of positions is enough for all
+        calls = [replace(case, training=PASSES[name]).bind(model) for case in cases]
+        for row, seconds in zip(rows, time_calls(arguments, dict(enumerate(calls))).values(), strict=True):
+            row["seconds"][cases[0].label] = seconds
+    return rows
 
 
 def benchmark_floor(arguments: FloorArguments) -> Result:
@@ -269,9 +291,32 @@ def flat_memory(memory: list[dict]) -> list[str]:
 
 def describe_lengths(comparisons, what):
     return [
-        f"{name}, {kind['layers']} layers, {kind['pass']}: {what} at {last} tokens are {ratio:.2f} × those at {first}."
+        f"{name}, {layers_of(kind)}, {kind['pass']}: {what} at {last} tokens are {ratio:.2f} × those at {first}."
         for name, kind, first, last, ratio in comparisons
     ]
+
+
+def flat_speed_in_turn(times: list[dict]) -> list[str]:
+    """Where lengths were measured in turn: ratios of pairs, each length's tokens per second to the shortest's."""
+    notes = []
+    for kind, (first, *rows) in group_rows(sorted(times, key=tokens_of), leave_out=("tokens", "batch")):
+        for name, row in product(first["seconds"], rows):
+            ratio = ratio_cell(seconds_per_token(first, name), seconds_per_token(row, name))
+            what = f"tokens per second at {tokens_of(row)} tokens are {ratio} × those at {tokens_of(first)}"
+            notes.append(f"{name}, {layers_of(kind)}, {kind['pass']}: {what}.")
+    return notes
+
+
+def tokens_of(row):
+    return row["point"]["tokens"]
+
+
+def seconds_per_token(row, name):
+    return [seconds / (row["point"]["batch"] * row["point"]["tokens"]) for seconds in row["seconds"][name]]
+
+
+def layers_of(point):
+    return f"{point['layers']} layer{'s' * (point['layers'] > 1)}"
 
 
 def serpentine_cost(times: list[dict]) -> list[str]:
@@ -447,6 +492,7 @@ COMMANDS = {
     "forms": (FormsArguments, benchmark_forms),
     "chunk-size": (ChunkSizeArguments, benchmark_chunk_size),
     "rnn": (RnnArguments, benchmark_rnn),
+    "flat": (FlatArguments, benchmark_flat),
     "floor": (FloorArguments, benchmark_floor),
     "decay": (DecayArguments, benchmark_decay),
     "readme": (ReadmeArguments, write_readme),

@@ -120,6 +120,13 @@ class ImagesArguments(BaseModelArguments):
 
 
 @dataclass
+class FlatArguments(BaseModelArguments):
+    lengths: list[int] = field(**numbers(512, 32768, help="Tokens of a text."))
+    tokens: int = HfArg(default=32768, help="In a batch: it has as many sequences as fit, one at least.")
+    modality, scan_orders, peer = "text", ("raster",), "none"
+
+
+@dataclass
 class FloorArguments(BaseModelArguments):
     passes: list[str] = field(**options(PASSES, ["inference"], help="What to measure."))
     lengths: list[int] = field(**numbers(512, 32768, help="Tokens of a text."))

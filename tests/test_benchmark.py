@@ -109,6 +109,18 @@ def test_lengths_are_compared_with_512_and_among_equally_deep_models():
     ]
 
 
+def test_lengths_in_turn_are_compared_by_pairs():
+    """Twice the tokens in pairs of 2, 4, 2 times the seconds; a machine that slows down slows both of a pair."""
+    rows = [
+        row({"LION-S": [2.0, 40.0, 2.0]}, reference=None, tokens=2048, batch=1, layers=1),
+        row({"LION-S": [1.0, 10.0, 1.0]}, reference=None, tokens=512, batch=2, layers=1),
+        row({"LION-S": [7.0]}, reference=None, tokens=512, layers=1, **{"pass": "training"}),
+    ]
+    assert benchmark.flat_speed_in_turn(rows) == [
+        "LION-S, 1 layer, inference: tokens per second at 2048 tokens are 1.00 (0.75 to 1.00) × those at 512."
+    ]
+
+
 def test_cost_of_the_serpentine_is_its_ratio_to_the_raster():
     times = [row({"ViT": [1.0], "LION-S": [2.0], "LION-S♮": [2.5], "LION-D": [1.0]}, reference="ViT", px=224)]
     assert benchmark.serpentine_cost(times) == ["LION-S♮ / LION-S, 224 px, inference: 1.25."]
@@ -425,7 +437,7 @@ def test_memory_measures_a_process_for_each_point(bench, memory_calls):
     assert [case.label for case in memory_calls] == ["BERT", "LION-S"] * 4
     assert memory_calls[1].config["attn_mode"] == "chunk"
     assert result["memory"][1]["bytes"] == {"BERT": 3 * MIB, "LION-S": 4 * MIB}
-    assert result["notes"][0] == "LION-S, 1 layers, inference: bytes per token at 16 tokens are 0.33 × those at 8."
+    assert result["notes"][0] == "LION-S, 1 layer, inference: bytes per token at 16 tokens are 0.33 × those at 8."
 
 
 def test_images_measure_time_and_memory_in_all_scan_orders(bench, memory_calls, tmp_path):
@@ -436,6 +448,35 @@ def test_images_measure_time_and_memory_in_all_scan_orders(bench, memory_calls, 
     assert [list(each["bytes"]) for each in result["memory"]] == [names] * 2
     assert sum("LION-S♮ / LION-S" in note for note in result["notes"]) == 2
     assert matplotlib.image.imread(tmp_path / "images.png").std() > 0.05
+
+
+def test_flat_takes_the_lengths_in_turn(bench, monkeypatch, tmp_path):
+    """Calls of one model follow each other, of equal layers and as many tokens."""
+    calls = []
+    bind = ModelCase.bind
+
+    def spy(case, model):
+        call = bind(case, model)
+        return lambda: (calls.append((case.label, case.length, case.batch, case.training, id(model))), call())
+
+    monkeypatch.setattr(ModelCase, "bind", spy)
+    result = bench("flat", *TINY, "--lengths", 8, 32, "--tokens", 32, "--num_hidden_layers", 1, "--repetitions", 2)
+    names = ["LION-LIT", "LION-D", "LION-S"]
+    for start, training in ((0, False), (18, True)):
+        for place, name in enumerate(names):
+            of_one = calls[start + 6 * place : start + 6 * place + 6]
+            assert [call[:4] for call in of_one] == [(name, 8, 4, training), (name, 32, 1, training)] * 3
+            assert len({model for *_, model in of_one}) == 1
+    points = [tuple(each["point"].values()) for each in result["times"]]
+    assert points == [(8, 4, 1, "inference"), (32, 1, 1, "inference"), (8, 4, 1, "training"), (32, 1, 1, "training")]
+    assert all(
+        {name: len(s) for name, s in each["seconds"].items()} == dict.fromkeys(names, 2) for each in result["times"]
+    )
+    assert [note.split(":")[0] for note in result["notes"][::3]] == [
+        "LION-LIT, 1 layer, inference",
+        "LION-LIT, 1 layer, training",
+    ]
+    assert "Tokens per second" in (tmp_path / "flat.md").read_text(encoding="utf-8")
 
 
 def test_operator_compares_every_form_with_softmax_attention(bench, monkeypatch, tmp_path):
@@ -522,6 +563,7 @@ def test_decay_times_every_strength(bench, monkeypatch):
         (["model", "--size", "huge"], "there is no such model: `size` must be one of 'base'"),
         (["model", "--config", "hidden_size=7"], "(?s)there is no such model: .*must be a multiple"),
         (["model", "--config", "decay_type=none"], "decay_type is set by --decays"),
+        (["flat", "--lengths", 512], "--lengths must be several"),
     ],
 )
 def test_what_cannot_be_is_refused(bench, arguments, message):
