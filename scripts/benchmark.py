@@ -19,8 +19,9 @@ mean of the squared last hidden states) and backward, without an optimizer. Peak
 weights and inputs, in a fresh process for each.
 
 Every command writes NAME.json (machine, versions, settings, every repetition), NAME.md and, where there are curves,
-NAME.png to --output_dir. `decay` exits with code 1 if a ratio reaches its limit. Run it alone: another job on the same
-cores changes the ratios.
+NAME.png to --output_dir. `decay` exits with code 1 if a ratio reaches its limit, and does so again when the case is
+measured a second time, with four times as many repetitions. Run it alone: another job on the same cores changes the
+ratios.
 """
 
 import functools
@@ -76,7 +77,10 @@ from lion_transformers.scripts.checkpointing import atomic_write, write_json
 
 
 DECAY_RATIO_LIMIT = 1.2
-WEAK_DECAY, STRONG_DECAYS = -0.01, (-0.1, -5.0)
+# How many times as many repetitions a case gets that has reached the limit.
+SECOND_MEASUREMENT = 4
+# Of sequences of some hundred tokens, products of the strong ones pass through all denormal numbers.
+WEAK_DECAY, STRONG_DECAYS = -0.01, (-0.2, -5.0)
 # The parallel form has (heads, length, length) tensors: beyond this length only the linear forms are timed.
 PARALLEL_LONGEST = 4096
 # Chunk sizes are compared with the default.
@@ -426,15 +430,32 @@ def benchmark_decay(arguments: DecayArguments) -> Result:
     kinds = product(ATTENTION_MODES, arguments.decays, DIRECTIONS, arguments.passes, arguments.lengths)
     for form, decay, direction, name, length in progress("decay", kinds):
         case = replace(operator_case(arguments, decay, length, PASSES[name]), form=form, direction=direction)
-        seconds = time_cases(arguments, {label: replace(case, log_decay=g) for label, g in names.items()})
+        cases = {label: replace(case, log_decay=g) for label, g in names.items()}
         point = {"form": form, "direction": direction, **operator_point(case, name)}
-        times.append({"point": point, "reference": f"log-decay {WEAK_DECAY}", "seconds": seconds})
+        times.append({"point": point, "reference": f"log-decay {WEAK_DECAY}", **time_decays(arguments, cases)})
     worst = {form: worst_ratio(row for row in times if row["point"]["form"] == form) for form in ATTENTION_MODES}
     notes = [f"{form}: the largest ratio is {ratio:.2f}." for form, ratio in worst.items()]
+    notes.append(f"The limit is {DECAY_RATIO_LIMIT}.{describe_second_measurements(times)}")
     title = operator_title(arguments, "in each form and direction under strong decays beside weak ones")
     failed = max(worst.values()) >= DECAY_RATIO_LIMIT
-    notes.append(f"The limit is {DECAY_RATIO_LIMIT}.")
     return Result(title, times=times, notes=notes, has_figure=False, is_brief=True, failed=failed)
+
+
+def time_decays(arguments, cases):
+    """A case that reaches the limit is measured again: noise does so once, denormal numbers every time."""
+    reference, *_ = cases
+    seconds = time_cases(arguments, cases)
+    if worst_ratio([{"reference": reference, "seconds": seconds}]) < DECAY_RATIO_LIMIT:
+        return {"seconds": seconds}
+    more = replace(arguments, repetitions=SECOND_MEASUREMENT * arguments.repetitions)
+    return {"seconds": time_cases(more, cases), "first seconds": seconds}
+
+
+def describe_second_measurements(times):
+    again = sum("first seconds" in row for row in times)
+    if not again:
+        return ""
+    return f" Of {len(times)} cases {again} reached it at first and {'were' if again > 1 else 'was'} measured again."
 
 
 def worst_ratio(times: Iterable[dict]) -> float:

@@ -161,7 +161,8 @@ class ChunkSizeArguments(OperatorArguments):
 @dataclass
 class DecayArguments(OperatorArguments):
     decays: list[str] = field(**options(["fixed", "selective"], help="As LION-D and LION-S have them."))
-    lengths: list[int] = field(**numbers(2048, help="Tokens."))
+    lengths: list[int] = field(**numbers(1024, help="Tokens."))
+    repetitions: int = HfArg(default=9, help="Timings of each.")
     tokens: int = HfArg(default=1, help="In a batch: it has as many sequences as fit, one at least.")
     heads: int = HfArg(default=4, help="Attention heads.")
 
