@@ -58,19 +58,23 @@ format: install
 	$(BIN)/ruff format .
 
 # Within 15 minutes on two cores, alone on them; whole models where sequences are short, fewer of their equal layers
-# where they are long.
+# where they are long or weights are in bfloat16.
 bench: install
 	$(BENCHMARK) model --lengths 128 512 2048 8192 32768 --num_hidden_layers 12 12 1 1 1 --tokens 512 --repetitions 3 \
-		--max_seconds 20
-	$(BENCHMARK) flat --num_hidden_layers 1 --repetitions 3 --max_seconds 40
-	$(BENCHMARK) model --name model-images --modality image --tokens 512 --repetitions 3 --max_seconds 20
-	$(BENCHMARK) images --decays selective --passes inference --num_hidden_layers 1 --repetitions 3 --max_seconds 15
+		--max_seconds 15
+	$(BENCHMARK) model --name model-bf16 --dtype bfloat16 --lengths 128 512 2048 8192 --num_hidden_layers 1 \
+		--tokens 2048 --repetitions 3 --max_seconds 8
+	$(BENCHMARK) flat --decays none selective --num_hidden_layers 1 --repetitions 3 --max_seconds 40
+	$(BENCHMARK) model --name model-images --modality image --tokens 512 --repetitions 3 --max_seconds 15
+	$(BENCHMARK) model --name model-images-bf16 --modality image --dtype bfloat16 --num_hidden_layers 1 --tokens 2048 \
+		--repetitions 3 --max_seconds 8
+	$(BENCHMARK) images --decays selective --passes inference --num_hidden_layers 1 --repetitions 3 --max_seconds 8
 	$(BENCHMARK) memory --lengths 512 32768 --tokens 32768 --num_hidden_layers 1 --passes inference
-	$(BENCHMARK) operator --decays selective --tokens 2048 --repetitions 3 --max_seconds 10
-	$(BENCHMARK) forms --lengths 32 64 96 128 192 256 384 512 1024 --tokens 512 --repetitions 3
-	$(BENCHMARK) chunk-size --tokens 4096 --repetitions 3
+	$(BENCHMARK) operator --decays selective --passes inference --tokens 2048 --repetitions 3 --max_seconds 10
+	$(BENCHMARK) forms --lengths 32 64 96 128 192 256 384 512 --tokens 512 --repetitions 3
+	$(BENCHMARK) chunk-size --passes inference --tokens 4096 --repetitions 3
 	$(BENCHMARK) rnn --repetitions 3
-	$(BENCHMARK) floor --num_hidden_layers 12 1 --decays selective --tokens 512 --repetitions 3
+	$(BENCHMARK) floor --num_hidden_layers 12 1 --decays selective --tokens 512 --repetitions 3 --max_seconds 20
 	$(BENCHMARK) decay; status=$$?; $(BENCHMARK) readme && exit $$status
 
 # The same on a GPU, in bfloat16, within 8 minutes.
