@@ -70,6 +70,7 @@ bench: install
 		--repetitions 3 --max_seconds 8
 	$(BENCHMARK) images --decays selective --passes inference --num_hidden_layers 1 --repetitions 3 --max_seconds 8
 	$(BENCHMARK) memory --lengths 512 32768 --tokens 32768 --num_hidden_layers 1 --passes inference
+	$(BENCHMARK) packing --num_hidden_layers 1 --repetitions 3 --max_seconds 25
 	$(BENCHMARK) operator --decays selective --passes inference --tokens 2048 --repetitions 3 --max_seconds 10
 	$(BENCHMARK) forms --lengths 32 64 96 128 192 256 384 512 --tokens 512 --repetitions 3
 	$(BENCHMARK) chunk-size --passes inference --tokens 4096 --repetitions 3

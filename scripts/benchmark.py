@@ -8,6 +8,7 @@
     python scripts/benchmark.py forms        the three forms beside each other, and the crossover of "auto"
     python scripts/benchmark.py chunk-size   the chunk form by the size of its chunks: time and memory
     python scripts/benchmark.py rnn          the rnn form beside a naive loop; its memory beside the parallel form's
+    python scripts/benchmark.py packing      pretraining on documents of mixed length, packed beside padded
     python scripts/benchmark.py floor        a whole model beside its matrix products alone
     python scripts/benchmark.py decay        strong decays beside weak ones: denormal numbers would show here
     python scripts/benchmark.py readme       write tables and figures of what was measured into the README
@@ -48,6 +49,7 @@ from lion_transformers.scripts.benchmark_arguments import (
     ImagesArguments,
     ModelArguments,
     OperatorArguments,
+    PackingArguments,
     ReadmeArguments,
     RnnArguments,
 )
@@ -62,6 +64,7 @@ from lion_transformers.scripts.benchmark_measure import (
     record_products,
     replay_products,
 )
+from lion_transformers.scripts.benchmark_packing import PackingCase
 from lion_transformers.scripts.benchmark_report import (
     bytes_per_token,
     compare_lengths,
@@ -199,6 +202,43 @@ def time_in_turn(arguments, name) -> list[dict]:
         for row, seconds in zip(rows, time_calls(arguments, dict(enumerate(calls))).values(), strict=True):
             row["seconds"][cases[0].label] = seconds
     return rows
+
+
+def benchmark_packing(arguments: PackingArguments) -> Result:
+    """The same documents packed into rows and padded to the longest of a batch, in turn."""
+    models = [(point, model) for point, models in model_points(arguments) for model in models]
+    times = [
+        time_packing(arguments, point, PackingCase(model, arguments.documents))
+        for point, model in progress("packing", models)
+    ]
+    title = f"{model_title(arguments, 'time')} Pretraining on documents of mixed length, packed beside padded."
+    return Result(title, times=times, notes=describe_packing(times))
+
+
+def time_packing(arguments, point, case):
+    ways = {"padding": False, "packing": True}
+    model = case.build()
+    seconds = time_calls(arguments, {name: case.bind(model, packing) for name, packing in ways.items()})
+    (real, padded), (_, packed) = (case.count_tokens(packing) for packing in ways.values())
+    documents = {
+        "documents": case.documents,
+        "real tokens": real,
+        "real, padded": f"{real / padded:.0%}",
+        "real, packed": f"{real / packed:.0%}",
+    }
+    point = {"model": case.model.label, **point, "pass": "training", **documents}
+    return {"point": point, "reference": "padding", "seconds": seconds}
+
+
+def describe_packing(times: list[dict]) -> list[str]:
+    notes = []
+    for row in times:
+        point, seconds = row["point"], row["seconds"]
+        speed = ratio_cell(seconds["padding"], seconds["packing"])
+        what = f"packing trains {speed} × as many real tokens a second as padding"
+        shares = f"{point['real, packed']} of its tokens are real, with padding {point['real, padded']}"
+        notes.append(f"{point['model']}, rows of {point['tokens']} tokens: {what}; {shares}.")
+    return notes
 
 
 def benchmark_floor(arguments: FloorArguments) -> Result:
@@ -514,6 +554,7 @@ COMMANDS = {
     "chunk-size": (ChunkSizeArguments, benchmark_chunk_size),
     "rnn": (RnnArguments, benchmark_rnn),
     "flat": (FlatArguments, benchmark_flat),
+    "packing": (PackingArguments, benchmark_packing),
     "floor": (FloorArguments, benchmark_floor),
     "decay": (DecayArguments, benchmark_decay),
     "readme": (ReadmeArguments, write_readme),

@@ -18,6 +18,7 @@ from lion_transformers.scripts import benchmark, benchmark_measure, benchmark_re
 from lion_transformers.scripts.arguments import UsageError
 from lion_transformers.scripts.benchmark_cases import ModelCase, OperatorCase, grid_of, naive_recurrence
 from lion_transformers.scripts.benchmark_measure import Setting
+from lion_transformers.scripts.benchmark_packing import PackingCase
 
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +93,23 @@ def test_tokens_per_second_and_bytes_per_token():
     assert benchmark_report.bytes_per_token(row(peaks={"LION-S": None}), "LION-S") is None
     assert benchmark_report.per_sequence(row({"LION-S": [12.0]}), "LION-S") == 12.0 / (2 * 3)
     assert benchmark_report.per_sequence(row(peaks={"LION-S": 12}), "LION-S") == 6
+
+
+def test_of_documents_real_tokens_count():
+    """Four documents of 300 tokens in two rows of 512."""
+    one = row({"padding": [4.0], "packing": [2.0]}, documents=4, **{"real tokens": 300})
+    assert benchmark_report.tokens_per_second(one, "packing") == 300 / 2.0
+    assert benchmark_report.per_sequence(one, "padding") == 4.0 / (4 * 3)
+    assert "Real tokens per second:\n" in benchmark_report.speed_table([one])
+
+
+def test_packing_is_described_by_pairs():
+    shares = {"real, padded": "40%", "real, packed": "97%"}
+    rows = [row({"padding": [2.0, 40.0, 3.0], "packing": [1.0, 10.0, 1.0]}, model="LION-S", **shares)]
+    assert benchmark.describe_packing(rows) == [
+        "LION-S, rows of 512 tokens: packing trains 3.00 (2.50 to 3.50) × as many real tokens a second as padding; "
+        "97% of its tokens are real, with padding 40%."
+    ]
 
 
 def test_lengths_are_compared_with_512_and_among_equally_deep_models():
@@ -389,6 +407,51 @@ def test_image_models_see_as_many_tokens():
         one.bind(model)(True)
 
 
+@pytest.fixture(scope="module")
+def packing_case():
+    config = {"modality": "text", "size": "base", "decay_type": "selective", **tiny_config(vocab_size=300)}
+    return PackingCase(ModelCase(config, 64, 4, True, Setting()), documents=64)
+
+
+def test_documents_are_of_mixed_length(packing_case):
+    """With [CLS] and [SEP] each fits into a row, some fill one, and half of them would leave three quarters empty."""
+    lengths = [len(text) + 2 for text in packing_case.texts]
+    assert len(lengths) == 64 and min(lengths) > 2 and max(lengths) == 64
+    assert 20 < sum(length <= 16 for length in lengths) < 44
+
+
+def test_the_same_documents_are_padded_and_packed(packing_case):
+    """Padding goes to the longest of a batch of four, packing leaves next to none."""
+    lengths = [len(text) + 2 for text in packing_case.texts]
+    real, padded = packing_case.count_tokens(packing=False)
+    assert real == sum(lengths)
+    assert padded == sum(4 * max(lengths[start : start + 4]) for start in range(0, 64, 4))
+    real, packed = packing_case.count_tokens(packing=True)
+    assert real == sum(lengths)
+    assert packed % 64 == 0 and real / packed > 0.9
+
+
+def count_documents(batch):
+    if "position_ids" not in batch:
+        return len(batch["input_ids"])
+    return int((batch["position_ids"] == 0)[batch["attention_mask"] == 1].sum())
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_pass_trains_on_every_batch(packing_case, packing):
+    """Packed documents are kept apart by positions that restart. No gradients are left behind."""
+    model = packing_case.build()
+    batches, steps = [], []
+    model.register_forward_pre_hook(lambda _, args, kwargs: batches.append(kwargs), with_kwargs=True)
+    model.get_output_embeddings().bias.register_hook(lambda grad: steps.append(grad.abs().sum().item()))
+    call = packing_case.bind(model, packing)
+    call()
+    assert sum(count_documents(batch) for batch in batches) == 64
+    assert len(steps) == len(batches) and min(steps) > 0
+    assert all(("position_ids" in batch) == packing for batch in batches)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Commands
 # ---------------------------------------------------------------------------------------------------------------------
@@ -477,6 +540,23 @@ def test_flat_takes_the_lengths_in_turn(bench, monkeypatch, tmp_path):
         "LION-LIT, 1 layer, training",
     ]
     assert "Tokens per second" in (tmp_path / "flat.md").read_text(encoding="utf-8")
+
+
+def test_packing_is_compared_with_padding(bench, tmp_path):
+    options = ("--config", "vocab_size=300", "--num_hidden_layers", 1, "--lengths", 32, 64, "--tokens", 128)
+    result = bench("packing", *TINY, *options, "--documents", 16, "--decays", "fixed", "selective", "--repetitions", 2)
+    points = [each["point"] for each in result["times"]]
+    assert [(point["model"], point["tokens"], point["batch"]) for point in points] == [
+        *[("LION-D", 32, 4), ("LION-S", 32, 4), ("LION-D", 64, 2), ("LION-S", 64, 2)]
+    ]
+    assert all(
+        {name: len(s) for name, s in each["seconds"].items()} == {"padding": 2, "packing": 2}
+        for each in result["times"]
+    )
+    assert {each["reference"] for each in result["times"]} == {"padding"} and len(result["notes"]) == 4
+    assert points[0]["real tokens"] < points[2]["real tokens"] and points[0]["documents"] == 16
+    assert matplotlib.image.imread(tmp_path / "packing.png").std() > 0.05
+    assert "packing / padding" in (tmp_path / "packing.md").read_text(encoding="utf-8")
 
 
 def test_operator_compares_every_form_with_softmax_attention(bench, monkeypatch, tmp_path):
@@ -599,6 +679,7 @@ def test_decay_times_every_strength(bench, monkeypatch):
         (["model", "--config", "hidden_size=7"], "(?s)there is no such model: .*must be a multiple"),
         (["model", "--config", "decay_type=none"], "decay_type is set by --decays"),
         (["flat", "--lengths", 512], "--lengths must be several"),
+        (["packing", *TINY], "vocab_size must be 261 at least"),
     ],
 )
 def test_what_cannot_be_is_refused(bench, arguments, message):
