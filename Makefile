@@ -8,7 +8,7 @@ BENCHMARK := $(BIN)/python scripts/benchmark.py
 ON_GPU := --device cuda --output_dir outputs/benchmark-gpu --max_seconds 8
 CARD := $(BIN)/python scripts/model_card.py --license apache-2.0
 
-.PHONY: install demo demo-image demo-glue cards test test-slow test-hf fuzz lint format bench bench-gpu clean
+.PHONY: install demo demo-image demo-glue cards test test-slow test-hf fuzz lint format bench bench-long bench-gpu clean
 
 install: $(VENV)/.installed
 
@@ -78,7 +78,12 @@ bench: install
 	$(BENCHMARK) floor --num_hidden_layers 12 1 --decays selective --tokens 512 --repetitions 3 --max_seconds 20
 	$(BENCHMARK) decay; status=$$?; $(BENCHMARK) readme && exit $$status
 
-# The same on a GPU, in bfloat16, within 8 minutes.
+# A text of 262 144 tokens through all twelve layers, in chunk and in rnn form: some minutes each.
+bench-long: install
+	for form in chunk rnn; do $(BENCHMARK) memory --name long-$$form --peer none --decays selective --passes inference \
+		--lengths 262144 --attn_mode $$form || exit 1; done
+
+# What `make bench` measures, on a GPU, in bfloat16, within 8 minutes.
 bench-gpu: install
 	$(BENCHMARK) model $(ON_GPU) --tokens 65536
 	$(BENCHMARK) flat $(ON_GPU)

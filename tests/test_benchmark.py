@@ -240,6 +240,25 @@ def test_peak_memory_is_what_a_call_holds_at_most():
     assert benchmark_measure.peak_memory(Allocation(Setting())) == pytest.approx(40 * MIB, rel=0.02)
 
 
+def test_layers_share_their_memory_at_inference():
+    """The second one needs the first one's output beside its own; further ones add nothing."""
+    two, four = (peak_of_layers(number, 4096) for number in (2, 4))
+    assert four == pytest.approx(two, rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_document_of_262144_tokens_takes_less_than_8_gib():
+    """Weights of the base size take half a GiB; a tenth is left for what layers beyond the first add."""
+    assert 1.1 * peak_of_layers(1, 262144) + 0.5 * 1024 * MIB < 8 * 1024 * MIB
+
+
+def peak_of_layers(number, length):
+    config = {"modality": "text", "size": "base", "decay_type": "selective", "attn_mode": "chunk"}
+    return benchmark_measure.peak_memory(
+        ModelCase({**config, "num_hidden_layers": number}, length, 1, False, Setting())
+    )
+
+
 @dataclass(frozen=True)
 class Killed:
     setting: Setting
@@ -697,11 +716,16 @@ def test_commands_of_the_makefile_are_ones():
     """Every line is understood, and the README shows what `make bench` measures."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     on_gpu = re.search(r"^ON_GPU := (.*)$", text, re.MULTILINE)[1]
-    lines = [line.replace("$(ON_GPU)", on_gpu) for line in re.findall(r"\$\(BENCHMARK\) ([^;&\n]*)", text)]
-    parsed = [benchmark.parse_command(shlex.split(line)) for line in lines]
-    measured = {arguments.name or name for name, arguments in parsed if name != "readme" and arguments.device == "cpu"}
+    parsed = {}
+    for target, recipe in re.findall(r"^(bench[a-z-]*): install\n((?:\t.*\n)+)", text, re.MULTILINE):
+        recipe = recipe.replace("$(ON_GPU)", on_gpu).replace("$$form", "chunk")
+        lines = re.findall(r"\$\(BENCHMARK\) ([^;&|\n]*)", recipe)
+        parsed[target] = [benchmark.parse_command(shlex.split(line)) for line in lines]
+    assert list(parsed) == ["bench", "bench-long", "bench-gpu"] and all(parsed.values())
+    assert {arguments.device for _, arguments in parsed["bench-gpu"]} == {"cuda"}
+    measured = [arguments.name or name for name, arguments in parsed["bench"] if name != "readme"]
     shown = re.findall(r"^<!-- benchmark: (\S+) -->$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(lines) > 10 and set(shown) == measured
+    assert len(set(measured)) == len(measured) and set(shown) == set(measured)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
