@@ -224,7 +224,7 @@ def naive_recurrence(
         eps: added to the row sums.
     """
     batch, heads, length, head_dim = q.shape
-    decays = log_decay.exp()
+    decays = log_decay.exp().to(q.dtype)
     scores = (q * k).sum(-1, keepdim=True)  # (batch, heads, length, 1)
     numerator, denominator = -scores * v, -scores
     for tokens in (range(length), range(length - 1, -1, -1)):

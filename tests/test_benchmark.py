@@ -7,12 +7,15 @@ import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.image
 import pytest
 import torch
 from oracle import loop_attention
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lion_transformers.scripts import benchmark, benchmark_measure, benchmark_report
 from lion_transformers.scripts.arguments import UsageError
@@ -200,6 +203,27 @@ def test_repetitions_are_those_that_fit(clock, seconds, repetitions):
     assert [len(values) for values in times.values()] == [repetitions] * 2
 
 
+def test_on_a_gpu_events_take_the_time(monkeypatch):
+    """In milliseconds, read once the GPU is done."""
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("record")
+
+        def elapsed_time(self, end):
+            assert log[-1] == "synchronize"
+            return 250.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
+    assert benchmark_measure.alternate({"a": lambda: log.append("a")}, 2, 1000.0, "cuda") == {"a": [0.25] * 2}
+    assert log == ["record", "a", "record", "synchronize"] * 3
+
+
 def test_threads_and_precision_of_a_setting():
     assert Setting(dtype="bfloat16").weights_dtype == torch.bfloat16
     assert Setting(dtype="bfloat16", autocast=True).weights_dtype == torch.float32
@@ -257,6 +281,21 @@ def peak_of_layers(number, length):
     return benchmark_measure.peak_memory(
         ModelCase({**config, "num_hidden_layers": number}, length, 1, False, Setting())
     )
+
+
+def test_on_a_gpu_pytorch_knows_the_peak(monkeypatch):
+    """It held 30 bytes in the tiny call, 10 are left of it, and in the real one it holds 25."""
+    held = {"now": 0, "peak": 0}
+
+    def call(tiny):
+        held["peak"] = max(held["peak"], 30 if tiny else 25)
+        held["now"] = 10
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: held["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: held.update(peak=held["now"]))
+    case = SimpleNamespace(setting=Setting(device="cuda"), prepare=lambda: call)
+    assert benchmark_measure._peak_of(case) == 25 - 10
 
 
 @dataclass(frozen=True)
@@ -339,6 +378,13 @@ def test_products_are_replayed_in_order_and_nothing_else():
             assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
 
 
+def test_products_are_replayed_on_their_device():
+    products = benchmark_measure.record_products(lambda: torch.randn(2, 3) @ torch.randn(3, 4), [])
+    with DeviceSpy() as spy:
+        benchmark_measure.replay_products(products, "meta")()
+    assert spy.devices == {"meta"}
+
+
 def test_products_in_place_and_their_factors_are_replayed():
     state, k, v = torch.randn(2, 3, 4), torch.randn(2, 3, 1), torch.randn(2, 1, 4)
     products = benchmark_measure.record_products(lambda: state.baddbmm_(k, v, beta=0.5, alpha=2.0), [state, k, v])
@@ -413,6 +459,52 @@ def test_text_models_have_the_same_sizes(peer):
     dense = [p.numel() for name, p in model.named_parameters() if p.ndim == 2 and re.search(r"layers?\.", name)]
     assert sum(dense) == 3 * (4 * 24 * 24 + 2 * 24 * 36)
     case.bind(model)(False)
+
+
+class DeviceSpy(TorchDispatchMode):
+    """Where tensors lie that anything is computed from; numbers may come from anywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = tree_leaves((args, kwargs or {}))
+        self.devices |= {x.device.type for x in found if isinstance(x, torch.Tensor) and x.ndim > 0}
+        return func(*args, **(kwargs or {}))
+
+
+ELSEWHERE = Setting(device="meta", dtype="bfloat16")
+
+
+def model_elsewhere(modality, peer=None, **config):
+    config = {"modality": modality, "size": "base", "decay_type": "selective", **tiny_config(), **config}
+    return ModelCase(config, {"text": 100, "image": 48}[modality], 2, True, ELSEWHERE, peer)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *[
+            OperatorCase(form, "selective", 150, 2, 2, 8, True, ELSEWHERE)
+            for form in ("parallel", "chunk", "rnn", "sdpa")
+        ],
+        OperatorCase("naive", "selective", 9, 2, 2, 8, False, ELSEWHERE),
+        OperatorCase("chunk", "fixed", 150, 2, 2, 8, True, ELSEWHERE, orders=2),
+        *[model_elsewhere("text", peer) for peer in (None, "bert", "modernbert")],
+        *[model_elsewhere("image", peer) for peer in (None, "vit")],
+        model_elsewhere("image", scan_order="serpentine"),
+    ],
+    ids=lambda case: getattr(case, "form", None) or f"{case.label}-{case.config['modality']}",
+)
+def test_everything_is_computed_on_the_device(case):
+    """One that holds no data stands for a GPU."""
+    call = case.prepare()
+    call(True)
+    call(False)  # scan orders are made once, on the CPU
+    with DeviceSpy() as spy:
+        call(False)
+    assert spy.devices == {"meta"}
 
 
 def test_image_models_see_as_many_tokens():
@@ -501,6 +593,13 @@ def test_model_of_images_in_half_precision(bench):
     result = bench("model", *TINY, *options, "--dtype", "bfloat16", "--autocast", "--repetitions", 1, "--tokens", 5)
     assert {name for each in result["times"] for name in each["seconds"]} == {"ViT", "LION-D"}
     assert result["times"][0]["point"] == {"px": 32, "tokens": 5, "batch": 1, "layers": 1, "pass": "inference"}
+
+
+def test_model_beside_modernbert(bench):
+    result = bench(
+        "model", *TINY, "--peer", "modernbert", "--lengths", 8, "--num_hidden_layers", 1, "--repetitions", 1
+    )
+    assert all(list(each["seconds"])[:2] == ["ModernBERT", "LION-LIT"] for each in result["times"])
 
 
 def test_model_without_peer_reports_tokens_per_second(bench, tmp_path):
@@ -616,6 +715,11 @@ def test_rnn_is_compared_with_a_naive_loop_and_the_parallel_form(bench, memory_c
     assert list(times["seconds"]) == ["naive loop", "rnn"] and times["reference"] == "naive loop"
     assert [(case.form, case.length, case.heads) for case in memory_calls] == [("parallel", 16, 1), ("rnn", 16, 1)]
     assert memory["bytes"]["rnn"] == 2 * MIB - 16 * 4 * 4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_naive_loop_in_low_precision(bench, memory_calls, dtype):
+    bench("rnn", *TINY_OPERATOR, "--lengths", 8, "--memory_lengths", 16, "--dtype", dtype)
 
 
 def test_floor_compares_models_with_their_products(bench):
