@@ -64,15 +64,15 @@ bench: install
 		--max_seconds 15
 	$(BENCHMARK) model --name model-bf16 --dtype bfloat16 --lengths 128 512 2048 8192 --num_hidden_layers 1 \
 		--tokens 2048 --repetitions 3 --max_seconds 8
-	$(BENCHMARK) flat --decays none selective --num_hidden_layers 1 --repetitions 3 --max_seconds 40
+	$(BENCHMARK) flat --decays selective --num_hidden_layers 1 --repetitions 3 --max_seconds 65
 	$(BENCHMARK) model --name model-images --modality image --tokens 512 --repetitions 3 --max_seconds 15
 	$(BENCHMARK) model --name model-images-bf16 --modality image --dtype bfloat16 --num_hidden_layers 1 --tokens 2048 \
 		--repetitions 3 --max_seconds 8
 	$(BENCHMARK) images --decays selective --passes inference --num_hidden_layers 1 --repetitions 3 --max_seconds 8
 	$(BENCHMARK) memory --lengths 512 32768 --tokens 32768 --num_hidden_layers 1 --passes inference
-	$(BENCHMARK) packing --num_hidden_layers 1 --repetitions 3 --max_seconds 25
+	$(BENCHMARK) packing --documents 32 --num_hidden_layers 1 --repetitions 3 --max_seconds 25
 	$(BENCHMARK) operator --decays selective --passes inference --tokens 2048 --repetitions 3 --max_seconds 10
-	$(BENCHMARK) forms --lengths 32 64 96 128 192 256 384 512 --tokens 512 --repetitions 3
+	$(BENCHMARK) forms --lengths 32 64 96 128 192 256 384 --tokens 512 --repetitions 3
 	$(BENCHMARK) chunk-size --passes inference --tokens 4096 --repetitions 3
 	$(BENCHMARK) rnn --repetitions 3
 	$(BENCHMARK) floor --num_hidden_layers 12 1 --decays selective --tokens 512 --repetitions 3 --max_seconds 20
@@ -92,6 +92,8 @@ bench-gpu: install
 	$(BENCHMARK) memory $(ON_GPU) --lengths 512 32768 --tokens 32768 --decays selective
 	$(BENCHMARK) operator $(ON_GPU) --tokens 65536
 	$(BENCHMARK) forms $(ON_GPU) --tokens 8192
+	$(BENCHMARK) packing $(ON_GPU)
+	$(BENCHMARK) rnn $(ON_GPU)
 	$(BENCHMARK) floor $(ON_GPU) --tokens 32768
 	$(BENCHMARK) decay $(ON_GPU)
 
