@@ -632,7 +632,7 @@ def test_images_measure_time_and_memory_in_all_scan_orders(bench, memory_calls, 
 
 
 def test_flat_takes_the_lengths_in_turn(bench, monkeypatch, tmp_path):
-    """Calls of one model follow each other, of equal layers and as many tokens."""
+    """One model for both, whose positions are enough for the longer (the table has 512 at least); as many tokens."""
     calls = []
     bind = ModelCase.bind
 
@@ -641,15 +641,20 @@ def test_flat_takes_the_lengths_in_turn(bench, monkeypatch, tmp_path):
         return lambda: (calls.append((case.label, case.length, case.batch, case.training, id(model))), call())
 
     monkeypatch.setattr(ModelCase, "bind", spy)
-    result = bench("flat", *TINY, "--lengths", 8, 32, "--tokens", 32, "--num_hidden_layers", 1, "--repetitions", 2)
+    result = bench("flat", *TINY, "--lengths", 8, 520, "--tokens", 520, "--num_hidden_layers", 1, "--repetitions", 2)
     names = ["LION-LIT", "LION-D", "LION-S"]
     for start, training in ((0, False), (18, True)):
         for place, name in enumerate(names):
             of_one = calls[start + 6 * place : start + 6 * place + 6]
-            assert [call[:4] for call in of_one] == [(name, 8, 4, training), (name, 32, 1, training)] * 3
+            assert [call[:4] for call in of_one] == [(name, 8, 65, training), (name, 520, 1, training)] * 3
             assert len({model for *_, model in of_one}) == 1
     points = [tuple(each["point"].values()) for each in result["times"]]
-    assert points == [(8, 4, 1, "inference"), (32, 1, 1, "inference"), (8, 4, 1, "training"), (32, 1, 1, "training")]
+    assert points == [
+        (8, 65, 1, "inference"),
+        (520, 1, 1, "inference"),
+        (8, 65, 1, "training"),
+        (520, 1, 1, "training"),
+    ]
     assert all(
         {name: len(s) for name, s in each["seconds"].items()} == dict.fromkeys(names, 2) for each in result["times"]
     )
