@@ -68,7 +68,6 @@ class CommonArguments:
 
 @dataclass
 class BaseModelArguments(CommonArguments):
-    passes: list[str] = field(**options(PASSES, help="What to measure."))
     decays: list[str] = field(**options(DECAYS, help="Of the models: LION-LIT, LION-D, LION-S."))
     num_hidden_layers: list[int] | None = field(
         default=None,
@@ -96,6 +95,7 @@ class BaseModelArguments(CommonArguments):
 
 @dataclass
 class ModelArguments(BaseModelArguments):
+    passes: list[str] = field(**options(PASSES, help="What to measure."))
     modality: Literal["text", "image"] = HfArg(default="text", help="Text models or image models.")
     lengths: list[int] = field(**numbers(128, 512, 2048, 8192, 32768, help="Tokens of a text."))
     image_sizes: list[int] = field(**numbers(224, help="Pixels along each side of an image."))
@@ -113,10 +113,27 @@ class ModelArguments(BaseModelArguments):
 
 @dataclass
 class ImagesArguments(BaseModelArguments):
+    passes: list[str] = field(**options(PASSES, help="What to measure."))
     image_sizes: list[int] = field(**numbers(224, 512, 1024, 1536, help="Pixels along each side of an image."))
     scan_orders: list[str] = field(**options(SCAN_ORDERS, help="Of the models with decays."))
     peer: Literal["vit", "none"] = HfArg(default="vit", help="What to compare with.")
     modality = "image"
+
+
+@dataclass
+class FlatArguments(BaseModelArguments):
+    passes: list[str] = field(**options(PASSES, help="What to measure."))
+    lengths: list[int] = field(**numbers(512, 32768, help="Tokens of a text."))
+    tokens: int = HfArg(default=32768, help="In a batch: it has as many sequences as fit, one at least.")
+    modality, scan_orders, peer = "text", ("raster",), "none"
+
+
+@dataclass
+class PackingArguments(BaseModelArguments):
+    decays: list[str] = field(**options(DECAYS, ["selective"], help="Of the models: LION-LIT, LION-D, LION-S."))
+    lengths: list[int] = field(**numbers(128, 512, help="Tokens of a row."))
+    documents: int = HfArg(default=64, help="How many; half of them have at most a quarter of a row's tokens.")
+    modality, scan_orders, peer = "text", ("raster",), "none"
 
 
 @dataclass
@@ -154,7 +171,8 @@ class ChunkSizeArguments(OperatorArguments):
 @dataclass
 class DecayArguments(OperatorArguments):
     decays: list[str] = field(**options(["fixed", "selective"], help="As LION-D and LION-S have them."))
-    lengths: list[int] = field(**numbers(2048, help="Tokens."))
+    lengths: list[int] = field(**numbers(1024, help="Tokens."))
+    repetitions: int = HfArg(default=9, help="Timings of each.")
     tokens: int = HfArg(default=1, help="In a batch: it has as many sequences as fit, one at least.")
     heads: int = HfArg(default=4, help="Attention heads.")
 

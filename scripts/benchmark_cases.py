@@ -49,7 +49,7 @@ class ModelCase:
     @property
     def tokens(self) -> int:
         """In a sequence."""
-        config = self._lion_config()
+        config = self.lion_config()
         if config.modality == "text":
             return self.length
         rows, columns = config.patch_grid
@@ -57,11 +57,19 @@ class ModelCase:
 
     @property
     def layers(self) -> int:
-        return self._lion_config().num_hidden_layers
+        return self.lion_config().num_hidden_layers
+
+    def lion_config(self) -> LionConfig:
+        fields = {"hidden_dropout_prob": 0.0, **self.config}
+        if fields["modality"] == "image":
+            fields["image_size"] = self.length
+        else:
+            fields["max_position_embeddings"] = max(512, self.length)
+        return LionConfig.from_size(**fields)
 
     def build(self) -> PreTrainedModel:
         torch.manual_seed(0)
-        config = self._lion_config()
+        config = self.lion_config()
         attention = {}
         if self.peer is not None:
             config, attention = peer_config(self.peer, config), {"attn_implementation": "sdpa"}
@@ -84,14 +92,6 @@ class ModelCase:
 
     def prepare(self) -> Callable[[bool], None]:
         return self.bind(self.build())
-
-    def _lion_config(self):
-        fields = {"hidden_dropout_prob": 0.0, **self.config}
-        if fields["modality"] == "image":
-            fields["image_size"] = self.length
-        else:
-            fields["max_position_embeddings"] = max(512, self.length)
-        return LionConfig.from_size(**fields)
 
     def _make_inputs(self, config, tiny):
         torch.manual_seed(1)
@@ -224,7 +224,7 @@ def naive_recurrence(
         eps: added to the row sums.
     """
     batch, heads, length, head_dim = q.shape
-    decays = log_decay.exp()
+    decays = log_decay.exp().to(q.dtype)
     scores = (q * k).sum(-1, keepdim=True)  # (batch, heads, length, 1)
     numerator, denominator = -scores * v, -scores
     for tokens in (range(length), range(length - 1, -1, -1)):

@@ -26,7 +26,8 @@ from lion_transformers.scripts.checkpointing import atomic_write
 MARKERS = re.compile(r"<!-- benchmark: (\S+) -->\n(.*?)<!-- end of benchmark: \1 -->\n", re.DOTALL)
 FIGURES = "model_cards/figures"
 # Of a point: they are on the axes of a figure; all others tell its panels apart.
-AXES = ("tokens", "px", "batch", "layers", "chunk size")
+DOCUMENTS = ("documents", "real tokens", "real, padded", "real, packed")
+AXES = ("tokens", "px", "batch", "layers", "chunk size", *DOCUMENTS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -52,7 +53,8 @@ def slope(points: Iterable[tuple[float, float]]) -> float:
 
 def tokens_per_second(row: dict, name: str) -> float:
     point = row["point"]
-    return point["batch"] * point["tokens"] / statistics.median(row["seconds"][name])
+    tokens = point.get("real tokens", point["batch"] * point["tokens"])
+    return tokens / statistics.median(row["seconds"][name])
 
 
 def bytes_per_token(row: dict, name: str) -> float | None:
@@ -168,7 +170,8 @@ def speed_table(rows: list[dict]) -> str:
         ]
         for row in rows
     ]
-    return "Tokens per second:\n\n" + markdown_table([*_point_keys(rows), *names], table)
+    tokens = "Real tokens" if "real tokens" in rows[0]["point"] else "Tokens"
+    return f"{tokens} per second:\n\n" + markdown_table([*_point_keys(rows), *names], table)
 
 
 def memory_table(rows: list[dict]) -> str:
@@ -246,11 +249,12 @@ def plot_panel(axes, rows: list[dict], key: dict[str, Any]) -> None:
 
 
 def per_sequence(row: dict, name: str) -> float:
-    """Median seconds by sequence and layer, or bytes by sequence."""
+    """Median seconds by sequence (or document) and layer, or bytes by sequence."""
     point = row["point"]
+    sequences = point.get("documents", point["batch"])
     if "bytes" in row:
-        return row["bytes"][name] / point["batch"]
-    return statistics.median(row["seconds"][name]) / (point["batch"] * point.get("layers", 1))
+        return row["bytes"][name] / sequences
+    return statistics.median(row["seconds"][name]) / (sequences * point.get("layers", 1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

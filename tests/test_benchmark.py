@@ -7,17 +7,21 @@ import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.image
 import pytest
 import torch
 from oracle import loop_attention
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lion_transformers.scripts import benchmark, benchmark_measure, benchmark_report
 from lion_transformers.scripts.arguments import UsageError
 from lion_transformers.scripts.benchmark_cases import ModelCase, OperatorCase, grid_of, naive_recurrence
 from lion_transformers.scripts.benchmark_measure import Setting
+from lion_transformers.scripts.benchmark_packing import PackingCase
 
 
 ROOT = Path(__file__).parents[1]
@@ -94,6 +98,23 @@ def test_tokens_per_second_and_bytes_per_token():
     assert benchmark_report.per_sequence(row(peaks={"LION-S": 12}), "LION-S") == 6
 
 
+def test_of_documents_real_tokens_count():
+    """Four documents of 300 tokens in two rows of 512."""
+    one = row({"padding": [4.0], "packing": [2.0]}, documents=4, **{"real tokens": 300})
+    assert benchmark_report.tokens_per_second(one, "packing") == 300 / 2.0
+    assert benchmark_report.per_sequence(one, "padding") == 4.0 / (4 * 3)
+    assert "Real tokens per second:\n" in benchmark_report.speed_table([one])
+
+
+def test_packing_is_described_by_pairs():
+    shares = {"real, padded": "40%", "real, packed": "97%"}
+    rows = [row({"padding": [2.0, 40.0, 3.0], "packing": [1.0, 10.0, 1.0]}, model="LION-S", **shares)]
+    assert benchmark.describe_packing(rows) == [
+        "LION-S, rows of 512 tokens: packing trains 3.00 (2.50 to 3.50) × as many real tokens a second as padding; "
+        "97% of its tokens are real, with padding 40%."
+    ]
+
+
 def test_lengths_are_compared_with_512_and_among_equally_deep_models():
     """At 512 tokens 1024 tokens a second, at 2048 half of that; eight layers were measured at one length only."""
     rows = [
@@ -106,6 +127,18 @@ def test_lengths_are_compared_with_512_and_among_equally_deep_models():
     assert found == ("LION-S", {"layers": 3, "pass": "inference"}, 512, 2048, 0.5)
     assert benchmark.flat_speed(rows) == [
         "LION-S, 3 layers, inference: tokens per second at 2048 tokens are 0.50 × those at 512."
+    ]
+
+
+def test_lengths_in_turn_are_compared_by_pairs():
+    """Twice the tokens in pairs of 2, 4, 2 times the seconds; a machine that slows down slows both of a pair."""
+    rows = [
+        row({"LION-S": [2.0, 40.0, 2.0]}, reference=None, tokens=2048, batch=1, layers=1),
+        row({"LION-S": [1.0, 10.0, 1.0]}, reference=None, tokens=512, batch=2, layers=1),
+        row({"LION-S": [7.0]}, reference=None, tokens=512, layers=1, **{"pass": "training"}),
+    ]
+    assert benchmark.flat_speed_in_turn(rows) == [
+        "LION-S, 1 layer, inference: tokens per second at 2048 tokens are 1.00 (0.75 to 1.00) × those at 512."
     ]
 
 
@@ -170,6 +203,27 @@ def test_repetitions_are_those_that_fit(clock, seconds, repetitions):
     assert [len(values) for values in times.values()] == [repetitions] * 2
 
 
+def test_on_a_gpu_events_take_the_time(monkeypatch):
+    """In milliseconds, read once the GPU is done."""
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("record")
+
+        def elapsed_time(self, end):
+            assert log[-1] == "synchronize"
+            return 250.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
+    assert benchmark_measure.alternate({"a": lambda: log.append("a")}, 2, 1000.0, "cuda") == {"a": [0.25] * 2}
+    assert log == ["record", "a", "record", "synchronize"] * 3
+
+
 def test_threads_and_precision_of_a_setting():
     assert Setting(dtype="bfloat16").weights_dtype == torch.bfloat16
     assert Setting(dtype="bfloat16", autocast=True).weights_dtype == torch.float32
@@ -208,6 +262,40 @@ class Allocation:
 
 def test_peak_memory_is_what_a_call_holds_at_most():
     assert benchmark_measure.peak_memory(Allocation(Setting())) == pytest.approx(40 * MIB, rel=0.02)
+
+
+def test_layers_share_their_memory_at_inference():
+    """The second one needs the first one's output beside its own; further ones add nothing."""
+    two, four = (peak_of_layers(number, 4096) for number in (2, 4))
+    assert four == pytest.approx(two, rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_document_of_262144_tokens_takes_less_than_8_gib():
+    """Weights of the base size take half a GiB; a tenth is left for what layers beyond the first add."""
+    assert 1.1 * peak_of_layers(1, 262144) + 0.5 * 1024 * MIB < 8 * 1024 * MIB
+
+
+def peak_of_layers(number, length):
+    config = {"modality": "text", "size": "base", "decay_type": "selective", "attn_mode": "chunk"}
+    return benchmark_measure.peak_memory(
+        ModelCase({**config, "num_hidden_layers": number}, length, 1, False, Setting())
+    )
+
+
+def test_on_a_gpu_pytorch_knows_the_peak(monkeypatch):
+    """It held 30 bytes in the tiny call, 10 are left of it, and in the real one it holds 25."""
+    held = {"now": 0, "peak": 0}
+
+    def call(tiny):
+        held["peak"] = max(held["peak"], 30 if tiny else 25)
+        held["now"] = 10
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: held["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: held.update(peak=held["now"]))
+    case = SimpleNamespace(setting=Setting(device="cuda"), prepare=lambda: call)
+    assert benchmark_measure._peak_of(case) == 25 - 10
 
 
 @dataclass(frozen=True)
@@ -290,6 +378,13 @@ def test_products_are_replayed_in_order_and_nothing_else():
             assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
 
 
+def test_products_are_replayed_on_their_device():
+    products = benchmark_measure.record_products(lambda: torch.randn(2, 3) @ torch.randn(3, 4), [])
+    with DeviceSpy() as spy:
+        benchmark_measure.replay_products(products, "meta")()
+    assert spy.devices == {"meta"}
+
+
 def test_products_in_place_and_their_factors_are_replayed():
     state, k, v = torch.randn(2, 3, 4), torch.randn(2, 3, 1), torch.randn(2, 1, 4)
     products = benchmark_measure.record_products(lambda: state.baddbmm_(k, v, beta=0.5, alpha=2.0), [state, k, v])
@@ -366,6 +461,52 @@ def test_text_models_have_the_same_sizes(peer):
     case.bind(model)(False)
 
 
+class DeviceSpy(TorchDispatchMode):
+    """Where tensors lie that anything is computed from; numbers may come from anywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = tree_leaves((args, kwargs or {}))
+        self.devices |= {x.device.type for x in found if isinstance(x, torch.Tensor) and x.ndim > 0}
+        return func(*args, **(kwargs or {}))
+
+
+ELSEWHERE = Setting(device="meta", dtype="bfloat16")
+
+
+def model_elsewhere(modality, peer=None, **config):
+    config = {"modality": modality, "size": "base", "decay_type": "selective", **tiny_config(), **config}
+    return ModelCase(config, {"text": 100, "image": 48}[modality], 2, True, ELSEWHERE, peer)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *[
+            OperatorCase(form, "selective", 150, 2, 2, 8, True, ELSEWHERE)
+            for form in ("parallel", "chunk", "rnn", "sdpa")
+        ],
+        OperatorCase("naive", "selective", 9, 2, 2, 8, False, ELSEWHERE),
+        OperatorCase("chunk", "fixed", 150, 2, 2, 8, True, ELSEWHERE, orders=2),
+        *[model_elsewhere("text", peer) for peer in (None, "bert", "modernbert")],
+        *[model_elsewhere("image", peer) for peer in (None, "vit")],
+        model_elsewhere("image", scan_order="serpentine"),
+    ],
+    ids=lambda case: getattr(case, "form", None) or f"{case.label}-{case.config['modality']}",
+)
+def test_everything_is_computed_on_the_device(case):
+    """One that holds no data stands for a GPU."""
+    call = case.prepare()
+    call(True)
+    call(False)  # scan orders are made once, on the CPU
+    with DeviceSpy() as spy:
+        call(False)
+    assert spy.devices == {"meta"}
+
+
 def test_image_models_see_as_many_tokens():
     config = {"modality": "image", "size": "tiny", "decay_type": "fixed", **tiny_config(), "scan_order": "serpentine"}
     case = ModelCase(config, 48, 2, False, Setting())
@@ -375,6 +516,51 @@ def test_image_models_see_as_many_tokens():
         states = model(torch.zeros(1, 3, 48, 48)) if one.peer else model(pixel_values=torch.zeros(1, 3, 48, 48))
         assert states.last_hidden_state.shape == (1, 10, 24)
         one.bind(model)(True)
+
+
+@pytest.fixture(scope="module")
+def packing_case():
+    config = {"modality": "text", "size": "base", "decay_type": "selective", **tiny_config(vocab_size=300)}
+    return PackingCase(ModelCase(config, 64, 4, True, Setting()), documents=64)
+
+
+def test_documents_are_of_mixed_length(packing_case):
+    """With [CLS] and [SEP] each fits into a row, some fill one, and half of them would leave three quarters empty."""
+    lengths = [len(text) + 2 for text in packing_case.texts]
+    assert len(lengths) == 64 and min(lengths) > 2 and max(lengths) == 64
+    assert 20 < sum(length <= 16 for length in lengths) < 44
+
+
+def test_the_same_documents_are_padded_and_packed(packing_case):
+    """Padding goes to the longest of a batch of four, packing leaves next to none."""
+    lengths = [len(text) + 2 for text in packing_case.texts]
+    real, padded = packing_case.count_tokens(packing=False)
+    assert real == sum(lengths)
+    assert padded == sum(4 * max(lengths[start : start + 4]) for start in range(0, 64, 4))
+    real, packed = packing_case.count_tokens(packing=True)
+    assert real == sum(lengths)
+    assert packed % 64 == 0 and real / packed > 0.9
+
+
+def count_documents(batch):
+    if "position_ids" not in batch:
+        return len(batch["input_ids"])
+    return int((batch["position_ids"] == 0)[batch["attention_mask"] == 1].sum())
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_pass_trains_on_every_batch(packing_case, packing):
+    """Packed documents are kept apart by positions that restart. No gradients are left behind."""
+    model = packing_case.build()
+    batches, steps = [], []
+    model.register_forward_pre_hook(lambda _, args, kwargs: batches.append(kwargs), with_kwargs=True)
+    model.get_output_embeddings().bias.register_hook(lambda grad: steps.append(grad.abs().sum().item()))
+    call = packing_case.bind(model, packing)
+    call()
+    assert sum(count_documents(batch) for batch in batches) == 64
+    assert len(steps) == len(batches) and min(steps) > 0
+    assert all(("position_ids" in batch) == packing for batch in batches)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -409,6 +595,13 @@ def test_model_of_images_in_half_precision(bench):
     assert result["times"][0]["point"] == {"px": 32, "tokens": 5, "batch": 1, "layers": 1, "pass": "inference"}
 
 
+def test_model_beside_modernbert(bench):
+    result = bench(
+        "model", *TINY, "--peer", "modernbert", "--lengths", 8, "--num_hidden_layers", 1, "--repetitions", 1
+    )
+    assert all(list(each["seconds"])[:2] == ["ModernBERT", "LION-LIT"] for each in result["times"])
+
+
 def test_model_without_peer_reports_tokens_per_second(bench, tmp_path):
     options = ("--peer", "none", "--decays", "selective", "--attn_mode", "rnn", "--num_hidden_layers", 1)
     bench("model", *TINY, *options, "--lengths", 8, "--repetitions", 1)
@@ -425,7 +618,7 @@ def test_memory_measures_a_process_for_each_point(bench, memory_calls):
     assert [case.label for case in memory_calls] == ["BERT", "LION-S"] * 4
     assert memory_calls[1].config["attn_mode"] == "chunk"
     assert result["memory"][1]["bytes"] == {"BERT": 3 * MIB, "LION-S": 4 * MIB}
-    assert result["notes"][0] == "LION-S, 1 layers, inference: bytes per token at 16 tokens are 0.33 × those at 8."
+    assert result["notes"][0] == "LION-S, 1 layer, inference: bytes per token at 16 tokens are 0.33 × those at 8."
 
 
 def test_images_measure_time_and_memory_in_all_scan_orders(bench, memory_calls, tmp_path):
@@ -436,6 +629,57 @@ def test_images_measure_time_and_memory_in_all_scan_orders(bench, memory_calls, 
     assert [list(each["bytes"]) for each in result["memory"]] == [names] * 2
     assert sum("LION-S♮ / LION-S" in note for note in result["notes"]) == 2
     assert matplotlib.image.imread(tmp_path / "images.png").std() > 0.05
+
+
+def test_flat_takes_the_lengths_in_turn(bench, monkeypatch, tmp_path):
+    """One model for both, whose positions are enough for the longer (the table has 512 at least); as many tokens."""
+    calls = []
+    bind = ModelCase.bind
+
+    def spy(case, model):
+        call = bind(case, model)
+        return lambda: (calls.append((case.label, case.length, case.batch, case.training, id(model))), call())
+
+    monkeypatch.setattr(ModelCase, "bind", spy)
+    result = bench("flat", *TINY, "--lengths", 8, 520, "--tokens", 520, "--num_hidden_layers", 1, "--repetitions", 2)
+    names = ["LION-LIT", "LION-D", "LION-S"]
+    for start, training in ((0, False), (18, True)):
+        for place, name in enumerate(names):
+            of_one = calls[start + 6 * place : start + 6 * place + 6]
+            assert [call[:4] for call in of_one] == [(name, 8, 65, training), (name, 520, 1, training)] * 3
+            assert len({model for *_, model in of_one}) == 1
+    points = [tuple(each["point"].values()) for each in result["times"]]
+    assert points == [
+        (8, 65, 1, "inference"),
+        (520, 1, 1, "inference"),
+        (8, 65, 1, "training"),
+        (520, 1, 1, "training"),
+    ]
+    assert all(
+        {name: len(s) for name, s in each["seconds"].items()} == dict.fromkeys(names, 2) for each in result["times"]
+    )
+    assert [note.split(":")[0] for note in result["notes"][::3]] == [
+        "LION-LIT, 1 layer, inference",
+        "LION-LIT, 1 layer, training",
+    ]
+    assert "Tokens per second" in (tmp_path / "flat.md").read_text(encoding="utf-8")
+
+
+def test_packing_is_compared_with_padding(bench, tmp_path):
+    options = ("--config", "vocab_size=300", "--num_hidden_layers", 1, "--lengths", 32, 64, "--tokens", 128)
+    result = bench("packing", *TINY, *options, "--documents", 16, "--decays", "fixed", "selective", "--repetitions", 2)
+    points = [each["point"] for each in result["times"]]
+    assert [(point["model"], point["tokens"], point["batch"]) for point in points] == [
+        *[("LION-D", 32, 4), ("LION-S", 32, 4), ("LION-D", 64, 2), ("LION-S", 64, 2)]
+    ]
+    assert all(
+        {name: len(s) for name, s in each["seconds"].items()} == {"padding": 2, "packing": 2}
+        for each in result["times"]
+    )
+    assert {each["reference"] for each in result["times"]} == {"padding"} and len(result["notes"]) == 4
+    assert points[0]["real tokens"] < points[2]["real tokens"] and points[0]["documents"] == 16
+    assert matplotlib.image.imread(tmp_path / "packing.png").std() > 0.05
+    assert "packing / padding" in (tmp_path / "packing.md").read_text(encoding="utf-8")
 
 
 def test_operator_compares_every_form_with_softmax_attention(bench, monkeypatch, tmp_path):
@@ -478,6 +722,11 @@ def test_rnn_is_compared_with_a_naive_loop_and_the_parallel_form(bench, memory_c
     assert memory["bytes"]["rnn"] == 2 * MIB - 16 * 4 * 4
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_naive_loop_in_low_precision(bench, memory_calls, dtype):
+    bench("rnn", *TINY_OPERATOR, "--lengths", 8, "--memory_lengths", 16, "--dtype", dtype)
+
+
 def test_floor_compares_models_with_their_products(bench):
     options = ("--lengths", 8, 16, "--num_hidden_layers", 2, 1, "--decays", "fixed", "--repetitions", 2)
     result = bench("floor", *TINY, *options, "--passes", "inference", "training", "--tokens", 16)
@@ -488,18 +737,53 @@ def test_floor_compares_models_with_their_products(bench):
     assert len(result["times"][1]["products"]) > len(products)
 
 
-@pytest.mark.parametrize("ratio, code", [(1.19, 0), (1.2, 1), (math.inf, 1)])
-def test_decay_fails_at_its_limit(bench, monkeypatch, tmp_path, ratio, code):
-    seconds = {"log-decay -0.01": [1.0], "log-decay -0.1": [1.0], "log-decay -5.0": [ratio]}
-    monkeypatch.setattr(benchmark, "time_cases", lambda arguments, cases: seconds)
-    if code:
-        with pytest.raises(SystemExit, match=str(code)):
-            bench("decay")
-    else:
-        bench("decay")
-    result = json.loads((tmp_path / "decay.json").read_text(encoding="utf-8"))
+@pytest.fixture
+def decay_ratios(monkeypatch):
+    """Of the first measurement of the strongest decay and of the second. Repetitions that were asked for are kept."""
+
+    def measured(first, second=None):
+        asked = []
+
+        def time_cases(arguments, cases):
+            ratio = first if arguments.repetitions == 9 else second
+            asked.append(arguments.repetitions)
+            return dict(zip(cases, ([1.0], [1.0], [ratio]), strict=True))
+
+        monkeypatch.setattr(benchmark, "time_cases", time_cases)
+        return asked
+
+    return measured
+
+
+DECAY_CASES = 3 * 3 * 2 * 2  # forms, directions, kinds of decays, passes
+
+
+def test_decay_below_its_limit(bench, decay_ratios):
+    asked = decay_ratios(1.19)
+    result = bench("decay")
+    assert asked == [9] * DECAY_CASES and not result["failed"]
     kinds = {tuple(each["point"][key] for key in ("form", "direction", "decay", "pass")) for each in result["times"]}
-    assert len(kinds) == 3 * 3 * 2 * 2
+    assert len(kinds) == DECAY_CASES
+    assert result["notes"][-2:] == ["rnn: the largest ratio is 1.19.", "The limit is 1.2."]
+
+
+def test_decay_at_its_limit_is_measured_again(bench, decay_ratios):
+    """Noise: the second measurement counts, the first one is kept."""
+    asked = decay_ratios(1.2, 1.1)
+    result = bench("decay")
+    assert asked == [9, 36] * DECAY_CASES and not result["failed"]
+    assert result["times"][0]["seconds"]["log-decay -5.0"] == [1.1]
+    assert result["times"][0]["first seconds"]["log-decay -5.0"] == [1.2]
+    assert result["notes"][-2] == "rnn: the largest ratio is 1.10."
+    assert result["notes"][-1].endswith("Of 36 cases 36 reached it at first and were measured again.")
+
+
+@pytest.mark.parametrize("second", [1.2, math.inf])
+def test_decay_fails_at_its_limit(bench, decay_ratios, tmp_path, second):
+    decay_ratios(3.0, second)
+    with pytest.raises(SystemExit, match="1"):
+        bench("decay")
+    assert json.loads((tmp_path / "decay.json").read_text(encoding="utf-8"))["failed"]
 
 
 def test_decay_times_every_strength(bench, monkeypatch):
@@ -522,6 +806,8 @@ def test_decay_times_every_strength(bench, monkeypatch):
         (["model", "--size", "huge"], "there is no such model: `size` must be one of 'base'"),
         (["model", "--config", "hidden_size=7"], "(?s)there is no such model: .*must be a multiple"),
         (["model", "--config", "decay_type=none"], "decay_type is set by --decays"),
+        (["flat", "--lengths", 512], "--lengths must be several"),
+        (["packing", *TINY], "vocab_size must be 261 at least"),
     ],
 )
 def test_what_cannot_be_is_refused(bench, arguments, message):
@@ -539,11 +825,16 @@ def test_commands_of_the_makefile_are_ones():
     """Every line is understood, and the README shows what `make bench` measures."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     on_gpu = re.search(r"^ON_GPU := (.*)$", text, re.MULTILINE)[1]
-    lines = [line.replace("$(ON_GPU)", on_gpu) for line in re.findall(r"\$\(BENCHMARK\) ([^;&\n]*)", text)]
-    parsed = [benchmark.parse_command(shlex.split(line)) for line in lines]
-    measured = {arguments.name or name for name, arguments in parsed if name != "readme" and arguments.device == "cpu"}
+    parsed = {}
+    for target, recipe in re.findall(r"^(bench[a-z-]*): install\n((?:\t.*\n)+)", text, re.MULTILINE):
+        recipe = recipe.replace("$(ON_GPU)", on_gpu).replace("$$form", "chunk")
+        lines = re.findall(r"\$\(BENCHMARK\) ([^;&|\n]*)", recipe)
+        parsed[target] = [benchmark.parse_command(shlex.split(line)) for line in lines]
+    assert list(parsed) == ["bench", "bench-long", "bench-gpu"] and all(parsed.values())
+    assert {arguments.device for _, arguments in parsed["bench-gpu"]} == {"cuda"}
+    measured = [arguments.name or name for name, arguments in parsed["bench"] if name != "readme"]
     shown = re.findall(r"^<!-- benchmark: (\S+) -->$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(lines) > 10 and set(shown) == measured
+    assert len(set(measured)) == len(measured) and set(shown) == set(measured)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
