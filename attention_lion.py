@@ -30,10 +30,11 @@ ATTENTION_MODES = ("parallel", "chunk", "rnn")
 DIRECTIONS = ("both", "forward", "backward")
 DIAGONALS = ("balanced", "doubled")
 
-# Longest sequence that "auto" computes in parallel form: without decays the chunk form is two small products and wins
-# almost at once. Under decays and in bfloat16 it wins from between 64 and 128 tokens, in float32 from 128 to 256, by
-# `scripts/benchmark.py forms`; between 64 and 256 a whole float32 layer takes about as long in either.
-PARALLEL_MAX_LENGTH = 64
+# Longest sequence that "auto" computes in parallel form, by `scripts/benchmark.py forms` and of whole layers. Without
+# decays the chunk form is two small products and wins almost at once. In half precision it wins earlier than in
+# float32: it multiplies in bfloat16, the parallel form in float32.
+PARALLEL_MAX_LENGTH = 200
+PARALLEL_MAX_LENGTH_IN_HALF_PRECISION = 64
 PARALLEL_MAX_LENGTH_WITHOUT_DECAY = 32
 
 # Decays whose logarithm lies below this are exactly zero. They are far below a rounding error of the diagonal and of
@@ -51,9 +52,9 @@ _MASK_BLOCK = 64
 # Blocks whose states meet in one product; longer sequences carry group states between groups of this many blocks.
 _CARRY_GROUP = 16
 
-# The chunk form takes this many tokens times heads at a time. What it computes on the way stays in the cache, and is
-# memory that is used again: pages that are new to the process cost a CPU several times what is computed in them.
-_TILE = 12 * 1024
+# A CPU takes this many tokens times heads at a time. What it computes on the way stays in the cache, and is memory
+# that is used again: pages that are new to the process cost several times what is computed in them.
+_TILE = 6 * 1024
 
 # Values with ones beside them are this much wider: products are faster in whole vectors than with one column more.
 _ONES_WIDTH = 8
@@ -153,9 +154,10 @@ def lion_attention(
         return output.to(output_dtype)
 
 
-def choose_mode(length: int, has_decay: bool) -> str:
+def choose_mode(length: int, has_decay: bool, dtype: torch.dtype = torch.float32) -> str:
     """The form that "auto" stands for: parallel up to the measured crossover, chunk beyond it."""
-    longest = PARALLEL_MAX_LENGTH if has_decay else PARALLEL_MAX_LENGTH_WITHOUT_DECAY
+    longest = PARALLEL_MAX_LENGTH if dtype.itemsize > 2 else PARALLEL_MAX_LENGTH_IN_HALF_PRECISION
+    longest = longest if has_decay else PARALLEL_MAX_LENGTH_WITHOUT_DECAY
     return "parallel" if length <= longest else "chunk"
 
 
@@ -221,7 +223,7 @@ def _check_options(mode, direction, diagonal, chunk_size, eps, dropout_p, return
 
 def _check_values(log_decay, key_mask):
     """Checks that read tensors, where that neither stalls a device nor breaks a graph."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if _is_traced():
         return
     if log_decay is not None and log_decay.device.type == "cpu" and (log_decay > 0).any():
         raise ValueError(f"`log_decay` must be ≤ 0 everywhere (decays at most 1), got {log_decay.max().item():.4g}")
@@ -235,6 +237,10 @@ def _check_values(log_decay, key_mask):
             "`key_mask` must be 1 for tokens that take part and 0 for others (bool, integer or float), got negative "
             f"values (least {key_mask.min().item():.4g}): an additive mask is not accepted"
         )
+
+
+def _is_traced():
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _full_precision(device_type: str):
@@ -297,6 +303,35 @@ def _gates_in_order(log_decay, scan):
     if log_decay.ndim == 2:
         return log_decay[:, None, :, None]
     return torch.stack([gates.index_select(-1, order) for gates, order in zip(log_decay, scan[0], strict=True)])
+
+
+def _tiles(q, matrices=False):
+    """Slices of the batch and of the heads that make tiles of about `_TILE` tokens times heads.
+
+    With `matrices` as many fewer as matrices of all pairs of tokens take more room than queries.
+    """
+    batch, heads, length, width = q.shape
+    if q.device.type != "cpu":
+        return [(slice(None), slice(None))]
+    size = _TILE * width // max(width, length) if matrices else _TILE
+    some_heads = min(heads, max(1, size // length))
+    rows = max(1, size // (length * heads))
+    return [
+        (slice(i, i + rows), slice(j, j + some_heads))
+        for i in range(0, batch, rows)
+        for j in range(0, heads, some_heads)
+    ]
+
+
+def _cut(gates, rows, heads):
+    """A tile of gates, whose axes of batch and heads may have one entry for all."""
+    return gates[:, rows if gates.shape[1] > 1 else slice(None), heads if gates.shape[2] > 1 else slice(None)]
+
+
+def _empty_beside_heads(q, v):
+    """`(batch, heads, length, value_dim)`, in memory with a token's heads side by side, as they are used."""
+    batch, heads, length, _ = q.shape
+    return v.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
 
 
 def _exp(log_decay, dtype):
@@ -395,6 +430,18 @@ def _decays_between(across):
 
 
 def _parallel_form(q, k, v, gates, scan, scale, diagonal, eps, dropout_p, return_weights):
+    options = (scan, scale, diagonal, eps, dropout_p, return_weights)
+    if return_weights or torch.is_grad_enabled() or gates is None or _is_traced():
+        return _weigh(q, k, v, gates, *options)
+    output = _empty_beside_heads(q, v)
+    for tile in _tiles(q, matrices=True):
+        of_tile = (x[tile].contiguous() for x in (q, k, v))
+        output[tile], _ = _weigh(*of_tile, [_cut(g, *tile) for g in gates], *options)
+    return output, None
+
+
+def _weigh(q, k, v, gates, scan, scale, diagonal, eps, dropout_p, return_weights):
+    """Output, and with `return_weights` the matrix, of all queries at once."""
     weights = (q * scale) @ k.mT  # (batch, heads, length, length)
     if gates is not None:
         weights = weights * _mean_decay_mask(gates, scan, q.shape[2])
@@ -443,7 +490,7 @@ class _ChunkOptions(NamedTuple):
 def _chunk_form(q, k, v, rightward, leftward, options):
     """Σ_j M_ij (q_i·k_j) v_j, divided where rows are normalised, in O(L) time and memory (LION, section 4)."""
     inputs = (q, k, v, rightward, leftward)
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # whoever traces differentiates and fuses on his own
+    if _is_traced():  # whoever traces differentiates and fuses on his own
         return _attend(*inputs, options)[0]
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return _ChunkForm.apply(*inputs, options)
@@ -468,28 +515,9 @@ class _ChunkForm(torch.autograd.Function):
             return *_backward_by_tiles(*inputs, output, row_sums, grad, ctx.options), None
 
 
-def _tiles(q):
-    """Slices of the batch and of the heads that make tiles of about `_TILE` tokens times heads."""
-    batch, heads, length, _ = q.shape
-    if q.device.type != "cpu":
-        return [(slice(None), slice(None))]
-    some_heads = min(heads, max(1, _TILE // length))
-    rows = max(1, _TILE // (length * heads))
-    return [
-        (slice(i, i + rows), slice(j, j + some_heads))
-        for i in range(0, batch, rows)
-        for j in range(0, heads, some_heads)
-    ]
-
-
-def _cut(gates, rows, heads):
-    """A tile of gates, whose axes of batch and heads may have one entry for all."""
-    return gates[:, rows if gates.shape[1] > 1 else slice(None), heads if gates.shape[2] > 1 else slice(None)]
-
-
 def _attend_by_tiles(q, k, v, rightward, leftward, options):
     batch, heads, length, _ = q.shape
-    output = v.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)  # heads side by side, as they are used
+    output = _empty_beside_heads(q, v)
     row_sums = None if options.eps is None else v.new_empty(batch, heads, length, 1, dtype=_sum_dtype(v.dtype))
     for tile in _tiles(q):
         gates = (_cut(g, *tile) for g in (rightward, leftward))

@@ -322,7 +322,10 @@ class LionAttention(nn.Module):
 
     def _map_features(self, x, in_place):
         if self.config.feature_map == "elu":
-            return nn.functional.elu(x, inplace=in_place).add_(1.0)
+            if in_place:  # the same, without the exponential less 1, which takes a CPU ten times as long
+                positive = x.relu()
+                return x.clamp_(max=0.0).exp_().add_(positive)
+            return nn.functional.elu(x).add_(1.0)
         if self.config.feature_map == "silu":
             x = nn.functional.silu(x, inplace=in_place).add_(0.5)
             norm = x.norm(dim=-1, keepdim=True).to(x.dtype)
@@ -689,7 +692,7 @@ class LionModel(LionPreTrainedModel):
 
         output_attentions = kwargs.get("output_attentions", self.config.output_attentions)
         ordered = segment_ids is not None or self.config.decay_type != "none" or self.config.direction != "both"
-        attn_mode = self._resolve_mode(attn_mode, hidden_states.shape[1], ordered, output_attentions)
+        attn_mode = self._resolve_mode(attn_mode, hidden_states, ordered, output_attentions)
         for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask, attn_mode, output_attentions, scan, segment_ids)
         hidden_states = self.final_norm(hidden_states)
@@ -703,7 +706,9 @@ class LionModel(LionPreTrainedModel):
     def _is_exported(tensor: torch.Tensor) -> bool:
         return is_tracing(tensor) and (torch.compiler.is_exporting() or not torch.compiler.is_compiling())
 
-    def _resolve_mode(self, attn_mode: str | None, length: int, ordered: bool, output_attentions: bool) -> str:
+    def _resolve_mode(
+        self, attn_mode: str | None, hidden_states: torch.Tensor, ordered: bool, output_attentions: bool
+    ) -> str:
         mode = _check_attn_mode(self.config.attn_mode if attn_mode is None else attn_mode)
         if output_attentions:
             if mode in ("chunk", "rnn"):
@@ -712,7 +717,10 @@ class LionModel(LionPreTrainedModel):
                 )
             return "parallel"
         if mode == "auto":
-            mode = choose_mode(length, has_decay=ordered)
+            device, dtype = hidden_states.device.type, hidden_states.dtype
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                dtype = torch.get_autocast_dtype(device)
+            mode = choose_mode(hidden_states.shape[1], has_decay=ordered, dtype=dtype)
         if mode != "parallel" and self.training and self.config.attention_probs_dropout_prob > 0:
             _warn_once(f"The {mode} form has no attention matrix: `attention_probs_dropout_prob` is ignored in it.")
         return mode

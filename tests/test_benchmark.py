@@ -148,17 +148,20 @@ def test_cost_of_the_serpentine_is_its_ratio_to_the_raster():
 
 
 def test_crossover_is_the_longest_length_at_which_parallel_wins(monkeypatch):
-    monkeypatch.setattr(benchmark, "choose_mode", lambda length, has_decay: "parallel" if length <= 256 else "chunk")
+    longest = {torch.float32: 256, torch.bfloat16: 64}
+    choose_mode = lambda length, has_decay, dtype: "parallel" if length <= longest[dtype] else "chunk"  # noqa: E731
+    monkeypatch.setattr(benchmark, "choose_mode", choose_mode)
     times = [
         row({"parallel": [1.0], "chunk": [ratio]}, decay="fixed", orders=2, tokens=length)
         for length, ratio in [(64, 2.0), (128, 1.1), (256, 0.7)]
     ] + [row({"chunk": [1.0]}, decay="fixed", orders=2, tokens=8192)]
-    (note,) = benchmark.describe_crossovers(times)
+    (note,) = benchmark.describe_crossovers(times, "float32")
     assert note == (
         "decay fixed, 2 scan orders, inference: parallel is faster than chunk up to 128 tokens; "
         '"auto" takes it up to 256 tokens.'
     )
-    assert "at no length measured" in benchmark.describe_crossovers(times[2:])[0]
+    assert '"auto" takes it up to 64 tokens' in benchmark.describe_crossovers(times, "bfloat16")[0]
+    assert "at no length measured" in benchmark.describe_crossovers(times[2:], "float32")[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,10 @@
 """The LION text models: values against independent references, and what Transformers expects of any family."""
 
 import math
+import platform
 import re
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -29,6 +32,7 @@ from modeling_checks import (
 from safetensors.torch import load_file
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
@@ -50,8 +54,14 @@ from lion_transformers import (
     LionForSequenceClassification,
     LionForTokenClassification,
     LionModel,
+    modeling_lion,
 )
-from lion_transformers.attention_lion import PARALLEL_MAX_LENGTH, PARALLEL_MAX_LENGTH_WITHOUT_DECAY
+from lion_transformers.attention_lion import (
+    PARALLEL_MAX_LENGTH,
+    PARALLEL_MAX_LENGTH_IN_HALF_PRECISION,
+    PARALLEL_MAX_LENGTH_WITHOUT_DECAY,
+)
+from lion_transformers.modeling_lion import TOKENS_OF_CONVOLUTION, LionLinear
 
 
 RECIPES = {
@@ -501,6 +511,18 @@ def test_auto_is_parallel_up_to_the_crossover_and_chunk_beyond(decay_type, longe
         with torch.no_grad():
             model(**make_batch(length))
         assert {call["mode"] for call in operator_calls} == {"parallel" if length <= longest else "chunk"}
+
+
+def test_auto_goes_by_the_dtype_that_attention_is_computed_in(operator_calls):
+    length, batch = PARALLEL_MAX_LENGTH_IN_HALF_PRECISION + 1, make_batch(PARALLEL_MAX_LENGTH_IN_HALF_PRECISION + 1)
+    modes = []
+    for dtype, autocast in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
+        model = build(LionModel, "fixed", dtype=dtype, max_position_embeddings=length)
+        operator_calls.clear()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(**batch)
+        modes.append(operator_calls[0]["mode"])
+    assert modes == ["parallel", "chunk", "chunk"]
 
 
 @pytest.mark.parametrize("name", ["recurrent", "Parallel", ""])
@@ -1180,6 +1202,153 @@ def test_inductor_compiles_the_model(mode):
     torch._dynamo.reset()
     assert_close(compiled.last_hidden_state, expected.last_hidden_state)
     assert_close(compiled.pooler_output, expected.pooler_output)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a CPU does otherwise
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Recorded(TorchDispatchMode):
+    """Names of the operations that were carried out."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def is_convolution(layer, x):
+    with Recorded() as recorded:
+        layer(x)
+    return "convolution" in recorded.names or "mkldnn_convolution" in recorded.names
+
+
+def linear_layer(dtype=torch.float32):
+    torch.manual_seed(0)
+    return LionLinear(24, 40, dtype=dtype)
+
+
+many_tokens = (2, TOKENS_OF_CONVOLUTION // 2, 24)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch is built without oneDNN")
+def test_linear_layer_is_a_convolution_for_many_float32_tokens_only():
+    layer, x = linear_layer(), torch.randn(many_tokens)
+    assert is_convolution(layer, x)
+    assert is_convolution(layer, x.transpose(0, 1))  # not contiguous
+    assert not is_convolution(layer, x[:1])
+    assert not is_convolution(linear_layer(torch.float64), x.double())
+    assert not is_convolution(linear_layer(torch.bfloat16), x.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_convolution(layer, x)
+    exported = torch.export.export(layer, (x,))
+    assert not any("conv" in str(node.target) for node in exported.graph.nodes)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_convolution_has_the_values_and_derivatives_of_the_linear_layer(has_bias):
+    layer = linear_layer()
+    if not has_bias:
+        layer.bias = None
+    x = torch.randn(many_tokens).transpose(0, 1).requires_grad_()
+    weight, bias = layer.weight.detach().double().requires_grad_(), layer.bias
+    bias = bias if bias is None else bias.detach().double().requires_grad_()
+    x64 = x.detach().double().requires_grad_()
+
+    def first_and_second(output, inputs):
+        inputs = [tensor for tensor in inputs if tensor is not None]
+        first = torch.autograd.grad(output.pow(3).sum(), inputs, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
+        return [output, *first, *second]
+
+    expected = first_and_second(
+        torch.einsum("tbi,oi->tbo", x64, weight) + (0 if bias is None else bias), [x64, weight, bias]
+    )
+    got = first_and_second(layer(x), [x, layer.weight, layer.bias])
+    for value, right in zip(got, expected, strict=True):
+        torch.testing.assert_close(value.double(), right, rtol=0, atol=2e-6 * right.abs().max().item())
+
+
+def test_convolution_computes_the_gradients_that_are_asked_for():
+    layer, x = linear_layer().requires_grad_(False), torch.randn(many_tokens, requires_grad=True)
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand_as(x))
+    assert layer.weight.grad is None and layer.bias.grad is None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_at_inference_some_tokens_at_a_time_give_what_all_give(recipe, monkeypatch):
+    model, batch = build(LionModel, **RECIPES[recipe]).eval(), make_batch()
+    expected = model(**batch).last_hidden_state.detach()
+    monkeypatch.setattr(modeling_lion, "TOKENS_AT_ONCE", 25)
+    widths = []
+    model.layers[0].mlp.register_forward_hook(lambda module, args, output: widths.append(len(output)))
+    with torch.no_grad():
+        got = model(**batch).last_hidden_state
+    assert widths == [25, 25, 22]  # 3 · 24 tokens
+    assert_close(got, expected)
+
+
+def test_examples_are_dropped_whole_without_gradients_too(monkeypatch):
+    monkeypatch.setattr(modeling_lion, "TOKENS_AT_ONCE", 25)
+    model = build(LionModel, drop_path_rate=0.5, num_hidden_layers=2).train()
+    layer, states = model.layers[1], torch.randn(8, 24, 48)
+    monkeypatch.setattr(layer.attention.out_proj, "forward", torch.ones_like)
+    monkeypatch.setattr(layer.mlp, "forward", torch.zeros_like)
+    layer.attention_norm, layer.mlp_norm = torch.nn.Identity(), torch.nn.Identity()
+    with torch.no_grad():
+        added = layer(states, attn_mode="chunk") - states
+    assert all((example - example[0, 0]).abs().max() < 1e-5 for example in added)
+    assert {round(example[0, 0].item()) for example in added} == {0, 2}
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "silu"])
+def test_feature_map_at_inference_is_that_in_training(feature_map):
+    attention = build(LionModel, normalize=True, feature_map=feature_map).layers[0].attention
+    x = torch.cat([torch.linspace(-30, 30, 95), torch.zeros(1)]).view(1, 2, 3, 16)
+    expected = torch.where(x > 0, x.double() + 1, x.double().exp())
+    if feature_map == "silu":
+        expected = x.double() * torch.sigmoid(x.double()) + 0.5
+        expected = expected / expected.square().sum(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(
+        attention._map_features(x.clone(), in_place=False).double(), expected, rtol=1e-6, atol=1e-7
+    )
+    with torch.no_grad():
+        changed = x.clone()
+        assert attention._map_features(changed, in_place=True).data_ptr() == changed.data_ptr()
+    torch.testing.assert_close(changed.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_who_looks_at_a_projection_sees_what_it_gave(recipe):
+    model, seen = build(LionModel, **RECIPES[recipe]).eval(), []
+    projection = model.layers[0].attention.qkv_proj
+    projection.register_forward_hook(lambda module, args, output: seen.append((args[0].clone(), output)))
+    with torch.no_grad():
+        model(**make_batch())
+    ((states, output),) = seen
+    assert_close(output, states @ projection.weight.T + projection.bias)
+
+
+PAGE_FAULTS = """
+import resource, torch
+from lion_transformers import LionConfig, LionModel
+LionModel(LionConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(6_000_000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="is about the memory allocator of glibc")
+def test_memory_that_was_freed_is_used_again():
+    done = subprocess.run([sys.executable, "-c", PAGE_FAULTS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 600  # 24 MB are 5 859 pages; in huge ones, where the kernel gives some, fewer
 
 
 # ---------------------------------------------------------------------------------------------------------------------
