@@ -1,90 +1,154 @@
-"""Weights divided over processes (FSDP), and configuration files of Accelerate for it."""
+"""Several processes: configuration files of Accelerate, weights and states divided (FSDP, ZeRO), failures of one."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
+import divided_run
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DeepSpeedPlugin, DistributedType
+from safetensors.torch import load_file
 from test_resume import Trainer, assert_same_run
 from training_checks import run_and_check
-from transformers import AutoModelForMaskedLM
 
 from lion_transformers import LionConfig, LionModel
-from lion_transformers.scripts import pretrain_mlm
+from lion_transformers.scripts import pretrain_mlm, train_image_classification
+from lion_transformers.scripts.arguments import UsageError
 from lion_transformers.scripts.checkpointing import list_checkpoints
+from lion_transformers.scripts.training import TrainingArguments, TrainingRun, configure_deepspeed
 
 
 CONFIGS = Path(pretrain_mlm.__file__).parent / "accelerate"
-LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
 
 pytestmark = pytest.mark.usefixtures("isolated_run")
 
 
+def config_file(kind, machines):
+    return CONFIGS / f"{kind}{'_several_machines' if machines > 1 else ''}.yaml"
+
+
 @pytest.mark.parametrize("machines", [1, 2])
-def test_configuration_files_are_read_by_accelerate(machines):
-    file = CONFIGS / f"fsdp2{'_several_machines' if machines > 1 else ''}.yaml"
-    config = load_config_from_file(str(file))
+@pytest.mark.parametrize(("kind", "name"), [("fsdp2", "FSDP"), ("zero2", "DEEPSPEED")])
+def test_configuration_files_are_read_by_accelerate(kind, name, machines):
+    config = load_config_from_file(str(config_file(kind, machines)))
     assert config.num_machines == machines and config.num_processes == 8 * machines
-    assert config.distributed_type == "FSDP" and config.fsdp_config["fsdp_version"] == 2
-    layer = config.fsdp_config["fsdp_transformer_layer_cls_to_wrap"]
+    assert config.distributed_type == name
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_fsdp_divides_layers(machines):
+    fsdp = load_config_from_file(str(config_file("fsdp2", machines))).fsdp_config
     model = LionModel(LionConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    layer = fsdp["fsdp_transformer_layer_cls_to_wrap"]
+    assert fsdp["fsdp_version"] == 2
     assert {type(each).__name__ for each in model.layers} == {layer} and layer in model._no_split_modules
 
 
 def test_every_configuration_file_is_tested():
-    assert len(list(CONFIGS.iterdir())) == 2
+    names = {config_file(kind, machines).name for kind in ["fsdp2", "zero2"] for machines in [1, 2]}
+    assert {path.name for path in CONFIGS.iterdir()} == names
 
 
-# Accelerate divides weights over GPUs only; on CPUs the test says to it what it would say to itself.
-FSDP = """
-import os, signal
-from accelerate import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from lion_transformers.scripts import pretrain_mlm, training
-from lion_transformers.scripts.arguments import run
+# What DeepSpeed is told, without DeepSpeed
 
-make = training.make_accelerator
-accumulate = pretrain_mlm.Pretraining.accumulate_gradients
-train = pretrain_mlm.Pretraining.train
 
-def make_dividing_accelerator(args):
-    accelerator = make(args)
-    for state in [PartialState(), accelerator.state]:
-        state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
-    return accelerator
+class DeepSpeedStandIn:
+    """As much of an Accelerator as is asked for, of two processes."""
 
-def train_parts(training):
-    parts = [parameter.to_local().numel() for parameter in training.model.parameters()]
-    assert sum(parts) < 0.6 * training.final_model.num_parameters()
-    train(training)
+    distributed_type = DistributedType.DEEPSPEED
+    num_processes = 2
 
-def stop_one_process(training, micro_batches):
-    if os.environ["RANK"] == "1" and training.state.step == int(os.environ["STOP"]):
-        os.kill(os.getpid(), signal.SIGTERM)
-    return accumulate(training, micro_batches)
+    def __init__(self, stage=2):
+        self.deepspeed_plugin = DeepSpeedPlugin(zero_stage=stage)
+        self.deepspeed_plugin.set_mixed_precision("bf16")
 
-training.make_accelerator = make_dividing_accelerator
-pretrain_mlm.Pretraining.train = train_parts
-pretrain_mlm.Pretraining.accumulate_gradients = stop_one_process
-run(pretrain_mlm.main)
-"""
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_deepspeed_is_told_what_the_arguments_say(precision):
+    accelerator = DeepSpeedStandIn()
+    options = {"per_device_train_batch_size": 3, "max_grad_norm": 0.5, "mixed_precision": precision}
+    configure_deepspeed(accelerator, TrainingArguments("out", **options))
+    config = accelerator.deepspeed_plugin.deepspeed_config
+    assert config["train_micro_batch_size_per_gpu"] == 3 and config["train_batch_size"] == 6
+    assert config["gradient_accumulation_steps"] == 1 and config["gradient_clipping"] == 0.5
+    assert config["zero_optimization"]["stage"] == 2
+    # Weights stay in float32: it is the forward pass alone that is in another precision.
+    assert not config["bf16"]["enabled"] and not config["fp16"]["enabled"]
+    assert config["torch_autocast"]["enabled"] == (precision == "bf16")
+
+
+def test_what_deepspeed_does_not_do_here_is_refused():
+    with pytest.raises(UsageError, match="give ZeRO stage 1 or 2, or take FSDP2"):
+        configure_deepspeed(DeepSpeedStandIn(stage=3), TrainingArguments("out"))
+    with pytest.raises(UsageError, match="mixed_precision fp16 does not go with DeepSpeed"):
+        configure_deepspeed(DeepSpeedStandIn(), TrainingArguments("out", mixed_precision="fp16"))
+
+
+def test_averages_of_divided_weights_are_refused():
+    accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    arguments = SimpleNamespace(training=SimpleNamespace(ema_decay=0.9), distillation=None)
+    with pytest.raises(UsageError, match="ema_decay needs whole weights on every device"):
+        train_image_classification.prepare(arguments, accelerator)
+
+
+# Runs of two processes
+
+LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "2"]
+ZERO = pytest.param("zero2", "DEEPSPEED", marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed"))
+KINDS = pytest.mark.parametrize(("kind", "name"), [("fsdp2", "FSDP"), ZERO])
+
+
+def train_divided(kind, name, script, argv, tmp_path):
+    config = ["--config_file", config_file(kind, 1), "--main_process_port", "0"]
+    return run_and_check([*LAUNCH, *config, divided_run.__file__, name, script, *argv], tmp_path)
+
+
+def trainer(monkeypatch, script, *options):
+    """Runs without what is drawn by the process or by the micro-batch; clipped, to half or less."""
+    train = Trainer(monkeypatch, script)
+    train.argv = [each.replace("hidden_dropout_prob=0.2", "hidden_dropout_prob=0.0") for each in train.argv]
+    train.argv += ["--max_grad_norm", "0.1", *options]
+    return train
+
+
+def assert_same_folder(folder, whole):
+    """The folder of one process: the files, the weights under their names, each once, the configuration."""
+    assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()}
+    assert (folder / "config.json").read_text() == (whole / "config.json").read_text()
+    shapes, expected = (
+        {name: tensor.shape for name, tensor in load_file(each / "model.safetensors").items()}
+        for each in [folder, whole]
+    )
+    assert shapes == expected
 
 
 @pytest.mark.slow  # two launches of two processes
-def test_weights_divided_over_two_processes_are_trained_saved_whole_and_resumed(monkeypatch, tmp_path):
-    """Stopped after step 5 and resumed: the run of one process."""
-    train = Trainer(monkeypatch, "text")
-    train.argv = [each.replace("hidden_dropout_prob=0.2", "hidden_dropout_prob=0.0") for each in train.argv]
-    train("--output_dir", "whole")
-    Path("divided.py").write_text(FSDP)
-    config = ["--config_file", CONFIGS / "fsdp2.yaml", "--num_processes", "2"]
+@KINDS
+def test_a_divided_run_is_stopped_and_resumed(kind, name, monkeypatch, tmp_path):
+    """Stopped after step 5, with an update left out before: the run of one process, two micro-batches an update."""
+    train = trainer(monkeypatch, "text", "--per_device_train_batch_size", "2")
+    monkeypatch.setenv("NAN", "2")
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingRun, "update", divided_run.disturbed(TrainingRun.update))
+        train("--output_dir", "whole")
     for stop in [4, 99]:
         monkeypatch.setenv("STOP", str(stop))
-        run_and_check([*LAUNCH, *config, "divided.py", *train.argv], tmp_path)
+        train_divided(kind, name, "text", train.argv, tmp_path)
         assert list_checkpoints(Path("out"))[-1] == min(stop + 1, 10)
     assert_same_run(Path("out"), Path("whole"))
-    weights = AutoModelForMaskedLM.from_pretrained("out").state_dict()
-    assert {name: tensor.shape for name, tensor in weights.items()} == {
-        name: tensor.shape for name, tensor in AutoModelForMaskedLM.from_pretrained("whole").state_dict().items()
-    }
+    assert_same_folder(Path("out"), Path("whole"))
+
+
+@KINDS
+@pytest.mark.parametrize("script", ["GLUE", "images"])
+def test_a_divided_run_of_the_other_scripts(kind, name, script, monkeypatch, tmp_path):
+    options = []
+    if script == "images":  # averages are of whole weights, which FSDP has none of
+        options = ["--mixup", "0", "--cutmix", "0", "--ema_decay", "0.9" if name == "DEEPSPEED" else "0"]
+    train = trainer(monkeypatch, script, *options)
+    train("--output_dir", "whole")
+    train_divided(kind, name, script, train.argv, tmp_path)
+    assert_same_run(train.folder("out"), train.folder("whole"))
+    assert_same_folder(train.folder("out"), train.folder("whole"))

@@ -33,7 +33,7 @@ def fails_with(module, monkeypatch, capsys, *argv):
 
 def run_and_check(command, tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    env["ACCELERATE_USE_CPU"] = "true"
+    env |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
     result = subprocess.run([str(part) for part in command], env=env, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
     return result
