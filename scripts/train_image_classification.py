@@ -16,7 +16,7 @@ model's configuration. One update sees `global_train_batch_size` images, however
 are spread over, and its loss is the mean over them. output_dir receives the weights (averaged ones, with ema_decay),
 the image processor, the config, results.json, loss_curve.png, confusion_matrix.png and predictions.png; the best and
 the last checkpoint are beside them. A run that was stopped goes on with the same command.
-Not here: DeepSpeed, and averaged weights under FSDP.
+Several GPUs or machines: scripts/accelerate. Not here: averaged weights under FSDP.
 """
 
 import functools
