@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from training_checks import TWO_CPUS, run_and_check
+from training_checks import TWO_CPUS, run_and_check, run_command
 from transformers import PreTrainedTokenizerFast
 
 from lion_transformers.scripts import pretrain_mlm, run_glue, train_image_classification, training
@@ -532,9 +531,7 @@ def test_a_stream_that_leaves_a_process_nothing_is_refused_by_all(monkeypatch, t
     train = Trainer(monkeypatch, "streamed text")
     Path("empty.txt").write_text("\n")
     command = [*TWO_CPUS, pretrain_mlm.__file__, *train.argv, "--train_file", "0.txt", "empty.txt"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    env["ACCELERATE_USE_CPU"] = "true"
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    result = run_command(command, tmp_path)
     assert result.returncode != 0
     assert "too small for one batch of 4 sequences on each of 2 devices" in result.stderr
 

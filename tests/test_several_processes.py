@@ -11,7 +11,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from safetensors.torch import load_file
 from test_resume import Trainer, assert_same_run
-from training_checks import run_and_check
+from training_checks import TWO_CPUS, run_and_check, run_command
 
 from lion_transformers import LionConfig, LionModel
 from lion_transformers.scripts import pretrain_mlm, train_image_classification
@@ -152,3 +152,39 @@ def test_a_divided_run_of_the_other_scripts(kind, name, script, monkeypatch, tmp
     train_divided(kind, name, script, train.argv, tmp_path)
     assert_same_run(train.folder("out"), train.folder("whole"))
     assert_same_folder(train.folder("out"), train.folder("whole"))
+
+
+# Failures
+
+FAILING = """
+import os
+from lion_transformers.scripts import pretrain_mlm, training
+from lion_transformers.scripts.arguments import UsageError, run
+
+update = training.TrainingRun.update
+
+def fails(run):
+    if os.environ["RANK"] in os.environ["FAILING"] and run.state.step == 3:
+        raise UsageError("this batch is bad.")
+    return update(run)
+
+training.TrainingRun.update = fails
+run(pretrain_mlm.main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("failing", "options", "sentence"),
+    [
+        ("1", [], "failing.py: error: this batch is bad."),
+        ("0 1", [], "failing.py: error: this batch is bad."),
+        ("", ["--max_step", "3"], "failing.py: error: unknown argument --max_step: did you mean max_steps"),
+    ],
+    ids=["the second process", "both", "both, before they meet"],
+)
+def test_what_any_process_has_to_say_is_said_once(failing, options, sentence, monkeypatch, tmp_path):
+    monkeypatch.setenv("FAILING", failing)
+    Path("failing.py").write_text(FAILING)
+    result = run_command([*TWO_CPUS, "failing.py", *Trainer(monkeypatch, "text").argv, *options], tmp_path)
+    assert result.returncode != 0
+    assert result.stderr.count(sentence) == 1
