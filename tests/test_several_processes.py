@@ -1,6 +1,8 @@
 """Several processes: configuration files of Accelerate, weights and states divided (FSDP, ZeRO), failures of one."""
 
+import os
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from training_checks import TWO_CPUS, run_and_check, run_command
 from lion_transformers import LionConfig, LionModel
 from lion_transformers.scripts import pretrain_mlm, train_image_classification
 from lion_transformers.scripts.arguments import UsageError
-from lion_transformers.scripts.checkpointing import list_checkpoints
+from lion_transformers.scripts.checkpointing import claim_output_dir, list_checkpoints, make_output_dir
 from lion_transformers.scripts.training import TrainingArguments, TrainingRun, configure_deepspeed
 
 
@@ -154,7 +156,28 @@ def test_a_divided_run_of_the_other_scripts(kind, name, script, monkeypatch, tmp
     assert_same_folder(train.folder("out"), train.folder("whole"))
 
 
-# Failures
+# Starting together, failing alone
+
+
+@pytest.mark.parametrize("anonymous", [True, False])
+def test_an_output_dir_that_another_process_is_trying_is_not_taken_for_used(anonymous, monkeypatch, tmp_path):
+    """The file by which a process sees that it can write has a name for a moment, on some file systems."""
+    monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", anonymous)
+    seen = []
+
+    def look_and_unlink(path):
+        seen.append(Path(path).name)
+        claim_output_dir(tmp_path / "out", overwrite=False)
+        unlink(path)
+
+    unlink = os.unlink
+    monkeypatch.setattr(os, "unlink", look_and_unlink)
+    make_output_dir(tmp_path / "out")
+    assert len(seen) == (0 if anonymous else 1) and not os.listdir(tmp_path / "out")
+    Path(tmp_path / "out", "notes.txt").touch()
+    with pytest.raises(UsageError, match="is not empty"):
+        claim_output_dir(tmp_path / "out", overwrite=False)
+
 
 FAILING = """
 import os
