@@ -10,11 +10,13 @@ import tempfile
 import time
 from pathlib import Path
 
+import divided_run
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -491,6 +493,34 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_whole_checkpoint(monk
     weights, expected_weights = load_file(f"out/{name}"), load_file(f"whole/{name}")
     for key, tensor in expected_weights.items():
         torch.testing.assert_close(weights[key], tensor, rtol=0, atol=1e-6, msg=key)
+
+
+# Half precision
+
+
+def test_the_scale_of_the_gradients_goes_on(monkeypatch):
+    """fp16 with its gradient scaler, on a CPU: doubled after three updates, halved by the fifth, which overflows."""
+    make, scalers = training.make_accelerator, []
+
+    def make_scaling_accelerator(args):
+        AcceleratorState._reset_state()  # which refuses another precision than the last run's
+        accelerator = make(args)
+        accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+        scalers.append(accelerator.scaler)
+        return accelerator
+
+    monkeypatch.setattr(training, "make_accelerator", make_scaling_accelerator)
+    monkeypatch.setenv("NAN", "4")
+    monkeypatch.setattr(training.TrainingRun, "update", divided_run.disturbed(training.TrainingRun.update))
+    train = Trainer(monkeypatch, "text")
+    train("--output_dir", "whole")
+    for stop, scale, tracker in [(1, 2.0**8, 2), (5, 2.0**8, 1), (None, 2.0**9, 2)]:
+        train(stop=("sigterm", stop) if stop else None)
+        state = scalers[-1].state_dict()
+        assert (state["scale"], state["_growth_tracker"]) == (scale, tracker)
+    assert_same_run(Path("out"), Path("whole"))
+    assert scalers[0].state_dict() == scalers[-1].state_dict()
 
 
 # Two processes
