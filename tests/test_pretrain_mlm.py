@@ -384,7 +384,8 @@ metrics = [evaluate(accelerator, model, loader) for loader in loaders]
 splitting = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
 loaders = [splitting.prepare(DataLoader(rows[:7], batch_size=size)) for size in (2, 6, 8)]
 metrics += [evaluate(splitting, model, loader) for loader in loaders]
-single = [evaluate(each, model, each.prepare(DataLoader(rows[2:3], batch_size=2))) for each in (accelerator, splitting)]
+single = [each.prepare(DataLoader(rows[2:3], batch_size=2)) for each in (accelerator, splitting)]
+single = [evaluate(each, model, loader) for each, loader in zip((accelerator, splitting), single)]
 without = []  # targets in one process, then in both
 for own in [batches[1 + accelerator.process_index], batches[2]]:
     loss, counts = accumulate_gradients(accelerator, model, [own])
@@ -467,7 +468,7 @@ def test_evaluation_masks_are_fixed_and_leave_special_tokens(tokenizer):
     torch.manual_seed(1)
     assert first == again == mask_once(batch, range(rows), tokenizer, 0.15, seed=17)
     assert first != mask_once(batch, range(rows), tokenizer, 0.15, seed=18)
-    labels, inputs = torch.tensor(only["labels"]), torch.tensor(first["input_ids"])
+    labels, inputs = torch.tensor(first["labels"]), torch.tensor(first["input_ids"])
     originals = torch.tensor(batch["input_ids"])
     targets = labels != -100
     assert torch.equal(labels[targets], originals[targets])

@@ -143,6 +143,7 @@ def test_a_divided_run_is_stopped_and_resumed(kind, name, monkeypatch, tmp_path)
     assert_same_folder(Path("out"), Path("whole"))
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("script", ["GLUE", "images"])
 def test_a_divided_run_of_the_other_scripts(kind, name, script, monkeypatch, tmp_path):
@@ -154,6 +155,40 @@ def test_a_divided_run_of_the_other_scripts(kind, name, script, monkeypatch, tmp
     train_divided(kind, name, script, train.argv, tmp_path)
     assert_same_run(train.folder("out"), train.folder("whole"))
     assert_same_folder(train.folder("out"), train.folder("whole"))
+
+
+# What the second process opens to write, makes, renames or removes in the output folder.
+WATCHED = """
+import importlib, os, sys
+from lion_transformers.scripts.arguments import run
+
+WRITING = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+def watch(event, arguments):
+    writes = event in WRITING or event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+    path = str(arguments[0]) if writes else ""
+    if path.startswith("both/") and not os.path.isdir(path):  # a folder is opened to try it
+        os.write(log, f"{event} {path}\\n".encode())
+
+if os.environ["RANK"] == "1":
+    log = os.open("second.log", os.O_CREAT | os.O_WRONLY)
+    sys.addaudithook(watch)
+run(importlib.import_module(sys.argv.pop(1)).main)
+"""
+
+
+@pytest.mark.parametrize("script", ["text", "GLUE", "images"])
+def test_two_processes_train_as_one_and_one_writes(script, monkeypatch, tmp_path):
+    options = ["--mixup", "0", "--cutmix", "0"] if script == "images" else []
+    train = trainer(monkeypatch, script, *options)
+    train("--output_dir", "one")
+    Path("watched.py").write_text(WATCHED)
+    run_and_check([*TWO_CPUS, "watched.py", train.module.__name__, *train.argv, "--output_dir", "both"], tmp_path)
+    assert_same_run(train.folder("both"), train.folder("one"))
+    written = Path("second.log").read_text().splitlines()
+    states = [line for line in written if line.endswith("/random_states_1.pkl")]
+    folders = [line for line in written if line.startswith("os.mkdir")]
+    assert len(states) == 4 and len(written) == len(states) + len(folders), written
 
 
 # Starting together, failing alone
