@@ -13,13 +13,18 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from safetensors.torch import load_file
 from test_resume import Trainer, assert_same_run
-from training_checks import TWO_CPUS, run_and_check, run_command
+from training_checks import TWO_CPUS, fails_with, run_and_check, run_command
 
 from lion_transformers import LionConfig, LionModel
-from lion_transformers.scripts import pretrain_mlm, run_glue, train_image_classification
+from lion_transformers.scripts import pretrain_mlm, run_glue, train_image_classification, training
 from lion_transformers.scripts.arguments import UsageError
 from lion_transformers.scripts.checkpointing import claim_output_dir, list_checkpoints, make_output_dir
-from lion_transformers.scripts.training import TrainingArguments, TrainingRun, configure_deepspeed
+from lion_transformers.scripts.training import (
+    TrainingArguments,
+    TrainingRun,
+    configure_deepspeed,
+    form_of_optimizer_states,
+)
 
 
 CONFIGS = Path(pretrain_mlm.__file__).parent / "accelerate"
@@ -86,6 +91,27 @@ def test_what_deepspeed_does_not_do_here_is_refused():
         configure_deepspeed(DeepSpeedStandIn(stage=3), TrainingArguments("out"))
     with pytest.raises(UsageError, match="mixed_precision fp16 does not go with DeepSpeed"):
         configure_deepspeed(DeepSpeedStandIn(), TrainingArguments("out", mixed_precision="fp16"))
+
+
+def test_a_checkpoint_knows_how_its_states_are_divided(monkeypatch, capsys):
+    forms = {
+        form_of_optimizer_states(SimpleNamespace(distributed_type=DistributedType[name], num_processes=processes))
+        for name, processes in [
+            ("DEEPSPEED", 2),
+            ("DEEPSPEED", 4),
+            ("FSDP", 2),
+            ("FSDP", 4),
+            ("NO", 1),
+            ("MULTI_GPU", 4),
+        ]
+    }
+    assert forms == {"DeepSpeed's of 2 processes", "DeepSpeed's of 4 processes", "FSDP's", "whole"}
+    train = Trainer(monkeypatch, "text")
+    train(stop=("sigterm", 2))
+    capsys.readouterr()
+    monkeypatch.setattr(training, "form_of_optimizer_states", lambda accelerator: "FSDP's")
+    sentence = fails_with(train.module, monkeypatch, capsys, *train.argv)
+    assert "checkpoint-3 was made with optimizer_states whole, not FSDP's: go on with that" in sentence
 
 
 def test_averages_of_divided_weights_are_refused():
