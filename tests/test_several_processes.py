@@ -12,8 +12,8 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from safetensors.torch import load_file
-from test_resume import Trainer, assert_same_run
-from training_checks import TWO_CPUS, fails_with, run_and_check, run_command
+from test_resume import Trainer, assert_same_run, failure
+from training_checks import TWO_CPUS, run_and_check, run_command
 
 from lion_transformers import LionConfig, LionModel
 from lion_transformers.scripts import pretrain_mlm, run_glue, train_image_classification, training
@@ -108,10 +108,8 @@ def test_a_checkpoint_knows_how_its_states_are_divided(monkeypatch, capsys):
     assert forms == {"DeepSpeed's of 2 processes", "DeepSpeed's of 4 processes", "FSDP's", "whole"}
     train = Trainer(monkeypatch, "text")
     train(stop=("sigterm", 2))
-    capsys.readouterr()
     monkeypatch.setattr(training, "form_of_optimizer_states", lambda accelerator: "FSDP's")
-    sentence = fails_with(train.module, monkeypatch, capsys, *train.argv)
-    assert "checkpoint-3 was made with optimizer_states whole, not FSDP's: go on with that" in sentence
+    assert "checkpoint-3 was made with optimizer_states whole, not FSDP's: go on with that" in failure(train, capsys)
 
 
 def test_averages_of_divided_weights_are_refused():
