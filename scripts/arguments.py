@@ -14,10 +14,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import yaml
+from torch.distributed import TCPStore
 from transformers import HfArgumentParser
 
 
@@ -29,13 +31,29 @@ class UsageError(Exception):
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a script's `main`. A `UsageError` becomes one line on stderr, from the main process, and exit code 2."""
+    """Run a script's `main`. A `UsageError` becomes one line on stderr and exit code 2.
+
+    What several processes have to say is said once, by the first of them, whichever that is.
+    """
     try:
         main()
     except UsageError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{Path(sys.argv[0]).name}: error: {one_line(error)}", file=sys.stderr)
+        sentence = f"{Path(sys.argv[0]).name}: error: {one_line(error)}"
+        if is_first_to_say(sentence):
+            print(sentence, file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def is_first_to_say(sentence: str) -> bool:
+    """Whether no other process has said it, as far as the store by which processes meet can be asked."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return True
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
+        return store.add(f"said: {sentence}", 1) == 1
+    except (KeyError, RuntimeError):  # it has gone with its process, or has not been there yet
+        return True
 
 
 def call(*command: object) -> None:

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,9 @@ def claim_output_dir(output_dir: Path, overwrite: bool) -> None:
     """Refuse a folder with files in it, unless `overwrite`; what a run that came to nothing left does not count."""
     if output_dir.exists() and not output_dir.is_dir():
         raise UsageError(f"output_dir {output_dir} is a file.")
-    files = set(output_dir.iterdir()) if output_dir.is_dir() else set()
-    if files - {path for pattern in REMAINS for path in output_dir.glob(pattern)} and not overwrite:
+    # One look: other processes are trying the folder at the same time.
+    names = os.listdir(output_dir) if output_dir.is_dir() else []
+    if not overwrite and not all(any(fnmatch(name, pattern) for pattern in REMAINS) for name in names):
         raise UsageError(f"output_dir {output_dir} is not empty; --overwrite_output_dir writes into it all the same.")
 
 
@@ -83,7 +85,7 @@ def make_output_dir(output_dir: Path) -> None:
     """Make the folder, and see that it can be written."""
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=output_dir).close()
+        tempfile.TemporaryFile(dir=output_dir, prefix=".", suffix=".unfinished").close()
     except OSError as error:
         raise UsageError(f"cannot write into output_dir {output_dir}: {error.strerror}.") from error
 

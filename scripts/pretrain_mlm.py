@@ -10,8 +10,8 @@
 The command line overrides the recipe, the recipe overrides the defaults. One update sees `global_train_batch_size`
 sequences, however many processes and micro-batches they are spread over, and its loss is the mean over their masked
 tokens. output_dir receives the weights, the tokenizer, the config, results.json and loss_curve.png; the best and the
-last checkpoint are beside them. A run that was stopped goes on with the same command.
-Not here: DeepSpeed.
+last checkpoint are beside them. A run that was stopped goes on with the same command. Several GPUs or machines:
+scripts/accelerate.
 """
 
 import functools

@@ -13,7 +13,7 @@ defaults. Every task and seed is a run in output_dir/<task>/seed-<seed>, which l
 its predictions for the test set and results.json. A call that was stopped goes on with the same command: finished runs
 are not done again, an unfinished one goes on from its last checkpoint. MNLI comes first, and RTE, MRPC and STS-B start
 from its best model, with new heads. --overwrite_output_dir does all of them again. At the end output_dir has glue.md,
-glue.json and a chart over all runs in it and, from the best seeds, a submission. Not here: DeepSpeed, the set AX.
+glue.json and a chart over all runs in it and, from the best seeds, a submission. Not here: the set AX.
 """
 
 import itertools

@@ -16,7 +16,7 @@ model's configuration. One update sees `global_train_batch_size` images, however
 are spread over, and its loss is the mean over them. output_dir receives the weights (averaged ones, with ema_decay),
 the image processor, the config, results.json, loss_curve.png, confusion_matrix.png and predictions.png; the best and
 the last checkpoint are beside them. A run that was stopped goes on with the same command.
-Not here: DeepSpeed, and averaged weights under FSDP.
+Several GPUs or machines: scripts/accelerate. Not here: averaged weights under FSDP.
 """
 
 import functools
@@ -31,7 +31,7 @@ from typing import Literal
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from datasets import Dataset
 from matplotlib.figure import Figure
 from sklearn.metrics import ConfusionMatrixDisplay, accuracy_score, confusion_matrix, top_k_accuracy_score
@@ -573,6 +573,12 @@ def make_order(images: LabelledImages, num_repeats: int, seed: int) -> Callable[
     return order
 
 
+def check_ema(decay: float, accelerator: Accelerator) -> None:
+    """Refuse to average weights that are divided over processes."""
+    if decay and accelerator.distributed_type == DistributedType.FSDP:
+        raise UsageError("ema_decay needs whole weights on every device, which FSDP divides: give 0, or take ZeRO 2.")
+
+
 def make_ema(model: PreTrainedModel, decay: float, device: torch.device) -> AveragedModel | None:
     """An average that starts at the model's weights; None for a decay of 0.
 
@@ -611,6 +617,7 @@ def load_training_data(arguments: Arguments, accelerator: Accelerator) -> tuple[
 def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoint | None = None) -> ClassificationRun:
     """A run that begins, or one that goes on from a checkpoint."""
     args, distillation = arguments.training, arguments.distillation
+    check_ema(args.ema_decay, accelerator)
     num_micro_batches = accumulation_steps(
         args.global_train_batch_size, args.per_device_train_batch_size, accelerator.num_processes
     )

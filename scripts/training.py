@@ -22,7 +22,7 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, broadcast_object_list, set_seed
+from accelerate.utils import DistributedType, ProjectConfiguration, broadcast_object_list, set_seed
 from accelerate.utils import load as load_without_code
 from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import StrictDataclassError
@@ -230,7 +230,31 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if accelerator.num_processes != launched:  # each would train alone, into the same folder
         raise UsageError(f"{launched} processes that do not work together: without GPUs, set ACCELERATE_USE_CPU=true.")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        configure_deepspeed(accelerator, args)
     return accelerator
+
+
+def configure_deepspeed(accelerator: Accelerator, args: TrainingArguments) -> None:
+    """Have DeepSpeed do what the arguments of the script say.
+
+    It clips and takes the optimizer's step itself, at the end of the last backward pass of an update. Weights and
+    gradients stay in float32 as elsewhere: only its forward pass is in bfloat16.
+    """
+    plugin = accelerator.deepspeed_plugin
+    if plugin.zero_stage == 3:
+        raise UsageError("weights are not divided by DeepSpeed here: give ZeRO stage 1 or 2, or take FSDP2.")
+    if args.mixed_precision == "fp16":
+        raise UsageError("mixed_precision fp16 does not go with DeepSpeed here: give bf16 or no.")
+    autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+    plugin.deepspeed_config.update(
+        train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
+        train_batch_size=args.per_device_train_batch_size * accelerator.num_processes,
+        gradient_accumulation_steps=1,  # `backward_micro_batches` says where an update ends, and averages over it
+        gradient_clipping=args.max_grad_norm,
+        bf16={"enabled": False},
+        torch_autocast=autocast if args.mixed_precision == "bf16" else {"enabled": False},
+    )
 
 
 def begin(accelerator: Accelerator, name: str, arguments: dict[str, Any], checkpoint: Checkpoint | None) -> None:
@@ -398,6 +422,13 @@ def prepare_training(
     return model, optimizer
 
 
+def form_of_optimizer_states(accelerator: Accelerator) -> str:
+    """How a checkpoint holds them; only a run that holds them alike can go on from it."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return f"DeepSpeed's of {accelerator.num_processes} processes"
+    return "FSDP's" if accelerator.distributed_type == DistributedType.FSDP else "whole"
+
+
 def save_weights(accelerator: Accelerator, models: list[nn.Module], weights: list[dict], folder: Path) -> None:
     """In place of Accelerate's own weights file, one that from_pretrained reads."""
     save_whole_model(accelerator, models[0], folder)
@@ -408,7 +439,10 @@ def save_whole_model(accelerator: Accelerator, model: nn.Module, folder: Path) -
     """One folder of a model whose weights may be divided over processes: all have to ask, the main one writes."""
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
+        unwrapped = accelerator.unwrap_model(model)
+        for tied in unwrapped.all_tied_weights_keys:  # gathered weights would be saved under both names
+            weights.pop(tied, None)
+        unwrapped.save_pretrained(folder, state_dict=weights)
 
 
 def load_weights(accelerator: Accelerator, models: list[nn.Module], folder: Path) -> None:
@@ -450,7 +484,8 @@ def backward_micro_batches(
     scale = accelerator.num_processes / num_terms.clamp(min=1)
     summed_loss = torch.zeros((), device=accelerator.device)
     for number, batch in enumerate(micro_batches, start=1):
-        with nullcontext() if number == len(micro_batches) else accelerator.no_sync(model):
+        accelerator.sync_gradients = number == len(micro_batches)  # where DeepSpeed takes the optimizer's step
+        with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(model):
             loss = sum_loss(batch)
             accelerator.backward(loss * scale)
         summed_loss += loss.detach()
@@ -526,6 +561,9 @@ class TrainingRun:
     metric_for_best_model: ClassVar[str]
     greater_is_better: ClassVar[bool]
     load_best_model_at_end: ClassVar[bool] = False  # whether the run leaves the model of its best checkpoint
+
+    def __post_init__(self):
+        self.layout = {**self.layout, "optimizer_states": form_of_optimizer_states(self.accelerator)}
 
     def accumulate_gradients(self, micro_batches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
         """Returns the summed loss of this process, and the numbers of its terms and of units (2,) of all processes."""
@@ -642,7 +680,8 @@ class TrainingRun:
         # Dropout follows from the seed and the step: it does not matter what was drawn before, nor when a run stopped.
         set_seed(derived_seed(self.args.seed, self.state.step, self.accelerator.process_index))
         loss, counts = self.accumulate_gradients(micro_batches)
-        self.grad_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or math.inf)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or math.inf)
+        self.grad_norm = torch.as_tensor(norm, device=self.accelerator.device)  # DeepSpeed has a number
         scaler = self.accelerator.scaler  # takes care of gradients that are not finite itself
         is_finite = loss.isfinite() & (self.grad_norm.isfinite() if scaler is None else True)
         nonfinite, stop = in_any_process(self.accelerator, not is_finite, _stop.is_set())

@@ -369,6 +369,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForMaskedLM
 from lion_transformers.scripts.pretrain_mlm import accumulate_gradients, evaluate
+from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 accelerator = Accelerator(cpu=True)
@@ -380,6 +381,11 @@ rows = [{name: value[row] for name, value in batch.items()} for batch in batches
 model = accelerator.prepare(model)
 loaders = [accelerator.prepare(DataLoader(rows[:7], batch_size=size)) for size in (1, 2, 3, 7)]
 metrics = [evaluate(accelerator, model, loader) for loader in loaders]
+splitting = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+loaders = [splitting.prepare(DataLoader(rows[:7], batch_size=size)) for size in (2, 6, 8)]
+metrics += [evaluate(splitting, model, loader) for loader in loaders]
+single = [each.prepare(DataLoader(rows[2:3], batch_size=2)) for each in (accelerator, splitting)]
+single = [evaluate(each, model, loader) for each, loader in zip((accelerator, splitting), single)]
 without = []  # targets in one process, then in both
 for own in [batches[1 + accelerator.process_index], batches[2]]:
     loss, counts = accumulate_gradients(accelerator, model, [own])
@@ -391,7 +397,7 @@ loss = accelerator.reduce(loss, "sum")
 if accelerator.is_main_process:
     gradients = {name: parameter.grad for name, parameter in accelerator.unwrap_model(model).named_parameters()}
     torch.save({"gradients": gradients, "counts": counts, "loss": loss}, f"{folder}/result.pt")
-    torch.save({"metrics": metrics, "without": without}, f"{folder}/more.pt")
+    torch.save({"metrics": metrics, "single": single, "without": without}, f"{folder}/more.pt")
 accelerator.end_training()
 """
 
@@ -412,10 +418,16 @@ def test_two_processes_compute_what_one_large_batch_does(tiny_bert, tmp_path):
     whole = {name: torch.cat([batch[name] for batch in UNEVEN])[:7] for name in UNEVEN[0]}
     more = torch.load(tmp_path / "more.pt")
     loss = tiny_bert.eval()(**whole).loss.item()
-    for metrics in more["metrics"]:  # of batches of 1, 2, 3 and 7
+    assert len(more["metrics"]) == 7
+    for metrics in more["metrics"]:  # of batches of 1, 2, 3 and 7, and of 2, 6 and 8 that processes share
         assert metrics["eval_targets"] == (whole["labels"] != -100).sum()
         assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-6)
         assert metrics["eval_perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    # One sequence leaves the second process none.
+    only = {name: row[2:3] for name, row in whole.items()}
+    for metrics in more["single"]:
+        assert metrics["eval_targets"] == (only["labels"] != -100).sum()
+        assert metrics["eval_loss"] == pytest.approx(tiny_bert(**only).loss.item(), rel=1e-6)
     # A process without targets adds nothing; where none has any, nothing happens.
     mean_loss, expected = gradients_of_one_large_batch(tiny_bert, UNEVEN[1:2])
     norm = math.sqrt(sum(gradient.double().pow(2).sum().item() for gradient in expected.values()))
@@ -466,9 +478,9 @@ def test_evaluation_masks_are_fixed_and_leave_special_tokens(tokenizer):
     assert torch.equal(inputs[~targets], originals[~targets])
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 100])
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 10])
 def test_evaluation_weighs_targets_whatever_the_batches(tokenizer, tiny_bert, batch_size):
-    lengths = [4, 16, 9, 3, 12]
+    lengths = [4, 16, 9, 3, 12, 5, 7, 15, 6, 11]
     rows = [random_batch(length, (1, length), length // 3) for length in lengths]
     data = Dataset.from_list([{name: row[name][0].tolist() for name in ["input_ids", "labels"]} for row in rows])
     accelerator = Accelerator(cpu=True)

@@ -5,21 +5,22 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import divided_run
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from training_checks import TWO_CPUS, run_and_check
+from training_checks import TWO_CPUS, run_and_check, run_command
 from transformers import PreTrainedTokenizerFast
 
 from lion_transformers.scripts import pretrain_mlm, run_glue, train_image_classification, training
@@ -494,6 +495,34 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_whole_checkpoint(monk
         torch.testing.assert_close(weights[key], tensor, rtol=0, atol=1e-6, msg=key)
 
 
+# Half precision
+
+
+def test_the_scale_of_the_gradients_goes_on(monkeypatch):
+    """fp16 with its gradient scaler, on a CPU: doubled after three updates, halved by the fifth, which overflows."""
+    make, scalers = training.make_accelerator, []
+
+    def make_scaling_accelerator(args):
+        AcceleratorState._reset_state()  # which refuses another precision than the last run's
+        accelerator = make(args)
+        accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+        scalers.append(accelerator.scaler)
+        return accelerator
+
+    monkeypatch.setattr(training, "make_accelerator", make_scaling_accelerator)
+    monkeypatch.setenv("NAN", "4")
+    monkeypatch.setattr(training.TrainingRun, "update", divided_run.disturbed(training.TrainingRun.update))
+    train = Trainer(monkeypatch, "text")
+    train("--output_dir", "whole")
+    for stop, scale, tracker in [(1, 2.0**8, 2), (5, 2.0**8, 1), (None, 2.0**9, 2)]:
+        train(stop=("sigterm", stop) if stop else None)
+        state = scalers[-1].state_dict()
+        assert (state["scale"], state["_growth_tracker"]) == (scale, tracker)
+    assert_same_run(Path("out"), Path("whole"))
+    assert scalers[0].state_dict() == scalers[-1].state_dict()
+
+
 # Two processes
 
 TWO_PROCESSES = """
@@ -532,9 +561,7 @@ def test_a_stream_that_leaves_a_process_nothing_is_refused_by_all(monkeypatch, t
     train = Trainer(monkeypatch, "streamed text")
     Path("empty.txt").write_text("\n")
     command = [*TWO_CPUS, pretrain_mlm.__file__, *train.argv, "--train_file", "0.txt", "empty.txt"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    env["ACCELERATE_USE_CPU"] = "true"
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    result = run_command(command, tmp_path)
     assert result.returncode != 0
     assert "too small for one batch of 4 sequences on each of 2 devices" in result.stderr
 

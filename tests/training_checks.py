@@ -31,9 +31,13 @@ def fails_with(module, monkeypatch, capsys, *argv):
     return last_line
 
 
-def run_and_check(command, tmp_path):
+def run_command(command, tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    env["ACCELERATE_USE_CPU"] = "true"
-    result = subprocess.run([str(part) for part in command], env=env, capture_output=True, text=True, timeout=120)
+    env |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
+    return subprocess.run([str(part) for part in command], env=env, capture_output=True, text=True, timeout=120)
+
+
+def run_and_check(command, tmp_path):
+    result = run_command(command, tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     return result
