@@ -8,6 +8,7 @@ before those of the command line: one parser, one set of checks.
 import argparse
 import dataclasses
 import difflib
+import errno
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from transformers import HfArgumentParser
 
 
 RECIPES = Path(__file__).parent / "recipes"
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 class UsageError(Exception):
@@ -29,13 +31,22 @@ class UsageError(Exception):
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a script's `main`. A `UsageError` becomes one line on stderr, from the main process, and exit code 2."""
+    """Run a script's `main`. A failure that the user can mend becomes one line on stderr, from the main process, and
+    exit code 2: a `UsageError`, and a disk that does not take what a library writes, its cache for example."""
     try:
         main()
     except UsageError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{Path(sys.argv[0]).name}: error: {one_line(error)}", file=sys.stderr)
-        sys.exit(2)
+        _fail(one_line(error))
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        _fail(f"{one_line(error)}: make room there, or make it writable, then start again.")
+
+
+def _fail(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def call(*command: object) -> None:

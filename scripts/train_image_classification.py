@@ -52,7 +52,7 @@ from transformers.utils import logging
 from lion_transformers.configuration_lion import as_pair
 from lion_transformers.scripts.arguments import UsageError, one_line, parse_arguments, run, why_not_loaded
 from lion_transformers.scripts.batching import Batches, check_first_batch, endless_batches, shuffled
-from lion_transformers.scripts.checkpointing import atomic_write, write_json
+from lion_transformers.scripts.checkpointing import atomic_write, write_json, writing
 from lion_transformers.scripts.images import (
     AugmentationArguments,
     DataArguments,
@@ -433,7 +433,8 @@ def save_pictures(folder: Path, predictions: Predictions, images: LabelledImages
         "predictions.png": functools.partial(plot_predictions, predictions, images, names),
     }
     for name, plot in plots.items():
-        atomic_write(folder / name, plot)
+        with writing(folder / name):
+            atomic_write(folder / name, plot)
 
 
 def plot_confusion_matrix(predictions: Predictions, names: list[str], file: Path) -> None:
@@ -688,7 +689,8 @@ def evaluate_and_save(arguments: Arguments, accelerator: Accelerator) -> None:
         resolutions = {resolution: each.metrics() for resolution, each in predictions.items()}
         output_dir = Path(arguments.training.output_dir)
         save_pictures(output_dir, predictions[evaluator.first], evaluator.images, model.config)
-        write_json(output_dir / "results.json", {"resolutions": resolutions, **provenance(model, arguments.flat)})
+        with writing(output_dir / "results.json"):
+            write_json(output_dir / "results.json", {"resolutions": resolutions, **provenance(model, arguments.flat)})
         print_resolutions(resolutions)
 
 

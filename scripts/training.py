@@ -671,7 +671,8 @@ class TrainingRun:
                 for number, batch in enumerate(micro_batches)
                 for name, tensor in batch.items()
             }
-            atomic_write(file, functools.partial(save_file, tensors))
+            with writing(file):
+                atomic_write(file, functools.partial(save_file, tensors))
             raise UsageError(
                 f"the loss or its gradient was not finite in {state.nonfinite_steps} updates in a row, up to step"
                 f" {step}, whose batch is in {file}: look at it, or try a lower learning rate."
@@ -714,7 +715,8 @@ class TrainingRun:
     def log(self, metrics: dict[str, float]) -> None:
         self.state.history.append({"step": self.state.step, **metrics})
         names = {name: f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}" for name in metrics}
-        self.accelerator.log({names[name]: value for name, value in metrics.items()}, step=self.state.step)
+        with writing(self.output_dir / "runs"):
+            self.accelerator.log({names[name]: value for name, value in metrics.items()}, step=self.state.step)
 
     def save_checkpoint(self) -> None:
         """A folder that the Auto classes load, with the states of optimizer, schedule and generators."""
@@ -766,16 +768,19 @@ class TrainingRun:
         }
         if self.accelerator.is_main_process:
             plot = functools.partial(plot_losses, self.state.history, self.loss_label)
-            atomic_write(self.output_dir / "loss_curve.png", plot)
-            write_json(self.output_dir / "results.json", results)
+            with writing(self.output_dir / "loss_curve.png"):
+                atomic_write(self.output_dir / "loss_curve.png", plot)
+            with writing(self.output_dir / "results.json"):
+                write_json(self.output_dir / "results.json", results)
         return results
 
     def save_model(self) -> None:
         folder = self.output_dir / "model"
-        save_whole_model(self.accelerator, self.final_model, unfinished(folder))
-        if self.accelerator.is_main_process:
-            self.save_processor(unfinished(folder))
-            publish_files(folder, self.output_dir)
+        with writing(folder):
+            save_whole_model(self.accelerator, self.final_model, unfinished(folder))
+            if self.accelerator.is_main_process:
+                self.save_processor(unfinished(folder))
+                publish_files(folder, self.output_dir)
 
 
 def provenance(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -11,20 +12,22 @@ import tempfile
 import time
 from pathlib import Path
 
+import datasets
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from training_checks import TWO_CPUS, run_and_check
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lion_transformers.scripts import pretrain_mlm, run_glue, train_image_classification, training
+from lion_transformers.scripts import glue_report, pretrain_mlm, run_glue, train_image_classification, training
 from lion_transformers.scripts.arguments import UsageError, run
-from lion_transformers.scripts.checkpointing import clear_output_dir, list_checkpoints
+from lion_transformers.scripts.checkpointing import clear_output_dir, list_checkpoints, writing
 from lion_transformers.scripts.resuming import read_checkpoint
 
 
@@ -262,11 +265,18 @@ def train(monkeypatch):
 def failure(train, capsys, *options):
     """The one sentence of a run that is refused, which has left the checkpoints as they are."""
     before = sorted(Path(".").rglob("checkpoint-*"))
+    message = sentence(train, capsys, *options)
+    assert sorted(Path(".").rglob("checkpoint-*")) == before
+    return message
+
+
+def sentence(train, capsys, *options):
+    """The last line of a run that fails."""
     with train.monkeypatch.context() as patch:
         patch.setattr(sys, "argv", [train.module.__file__, *train.argv, *options])
         with pytest.raises(SystemExit) as exit:
             run(train.module.main)
-    assert exit.value.code == 2 and sorted(Path(".").rglob("checkpoint-*")) == before
+    assert exit.value.code == 2
     message = capsys.readouterr().err
     assert "Traceback" not in message
     return message.splitlines()[-1]
@@ -362,16 +372,94 @@ def test_a_batch_may_be_divided_otherwise(monkeypatch):
 # What goes wrong with the disk and with the numbers
 
 
-def test_a_full_disk_is_one_sentence_and_costs_nothing_that_was_there(train, capsys):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def without_room(function, path=""):
+    """`function`, during which no file can grow, if the end of `path` is the name of what it is to write."""
 
+    def limited(*args, **kwargs):
+        if not any(str(each).endswith(path) for each in [*args, *kwargs.values()]):
+            return function(*args, **kwargs)
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+    return limited
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "path"),
+    [
+        (torch, "save", "optimizer.bin"),
+        (PreTrainedModel, "save_pretrained", ""),
+        (training, "write_json", "_state.json"),
+    ],
+)
+def test_a_full_disk_is_one_sentence_and_costs_nothing_that_was_there(train, capsys, owner, name, path):
     with train.monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full)
+        patch.setattr(owner, name, without_room(getattr(owner, name), path))
         message = failure(train, capsys)
-    assert "cannot write out/checkpoint-9: [Errno 28] No space left on device; out/checkpoint-7 is comp" in message
+    assert "error: cannot write out/checkpoint-9: " in message
+    assert message.endswith(
+        "; out/checkpoint-7 is complete: make room there, or make it writable, then start again with the same command."
+    )
     assert not list(Path("out").glob(".*"))
     assert list(train()) == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("kind", "owner", "name", "path", "file"),
+    [
+        ("text", PreTrainedModel, "save_pretrained", ".model.unfinished", "model"),
+        ("text", training, "plot_losses", "", "loss_curve.png"),
+        ("text", training, "write_json", "results.json", "results.json"),
+        ("images", train_image_classification, "plot_confusion_matrix", "", "confusion_matrix.png"),
+        ("GLUE", Path, "write_text", ".SST-2.tsv.unfinished", "predictions/SST-2.tsv"),
+        ("GLUE", glue_report, "plot", "", "glue.png"),
+    ],
+)
+def test_a_full_disk_at_the_end_of_a_run_costs_no_update(monkeypatch, capsys, kind, owner, name, path, file):
+    train = Trainer(monkeypatch, kind)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, without_room(getattr(owner, name), path))
+        message = sentence(train, capsys)
+    folder = Path("out") if owner is glue_report else train.folder("out")
+    assert f"error: cannot write {folder / file}: " in message and "File too large" in message
+    assert message.endswith("make room there, or make it writable, then start again with the same command.")
+    assert not (folder / file).exists() and not (folder / "results.json").exists()
+    assert not list(folder.rglob(".*unfinished"))
+    assert list(train()) == []
+    assert json.loads((train.folder("out") / "results.json").read_text())["steps"] == 10
+
+
+def test_no_room_for_the_log_or_for_the_batch_that_is_not_finite_is_one_sentence(monkeypatch, capsys):
+    train = Trainer(monkeypatch, "text")
+    with_loss({4: float("nan")}, monkeypatch)
+    for owner, name, file in [(Accelerator, "log", "runs"), (training, "save_file", "nonfinite-batch-5-process-0.sa")]:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            assert f"error: cannot write out/{file}" in sentence(train, capsys, "--max_nonfinite_steps", "0")
+
+
+def test_a_full_disk_is_one_sentence_wherever_it_is(train, capsys):
+    """Of a library's cache, for example."""
+    with train.monkeypatch.context() as patch:
+        patch.setattr(datasets.Dataset, "map", full)
+        message = sentence(train, capsys)
+    assert message.endswith(
+        "error: [Errno 28] No space left on device: 'cache/file': make room there, then start again."
+    )
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device", "cache/file")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), SafetensorError("invalid tensor")])
+def test_only_a_file_that_cannot_be_written_is_called_so(tmp_path, error):
+    with pytest.raises(type(error), match=str(error)), writing(tmp_path / "checkpoint-1"):
+        raise error
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_done(train, capsys):
@@ -427,13 +515,8 @@ def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run(monkeypatch, 
     expected = train("--output_dir", "whole")
     with_loss({step: float("nan") for step in [1, 2, 5, 6, 7, 8]}, monkeypatch)
     train.argv += ["--max_nonfinite_steps", "2"]
-    with train.monkeypatch.context() as patch:
-        patch.setattr(sys, "argv", [train.module.__file__, *train.argv])
-        with pytest.raises(SystemExit) as exit:
-            run(train.module.main)
-    assert exit.value.code == 2
     file = "out/nonfinite-batch-8-process-0.safetensors"
-    message = capsys.readouterr().err.splitlines()[-1]
+    message = sentence(train, capsys)
     assert f"was not finite in 3 updates in a row, up to step 8, whose batch is in {file}: look at it" in message
     batch = load_file(file)
     for number, micro_batch in enumerate(expected[7]):
