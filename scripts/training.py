@@ -242,7 +242,8 @@ def begin(accelerator: Accelerator, name: str, arguments: dict[str, Any], checkp
     if accelerator.is_main_process:
         clear_output_dir(output_dir) if checkpoint is None else clear_unfinished(output_dir, after_step=step)
     options = {"tensorboard": {"purge_step": step + 1}} if step else {}
-    accelerator.init_trackers(name, {argument: str(value) for argument, value in arguments.items()}, options)
+    with writing(output_dir / "runs"):
+        accelerator.init_trackers(name, {argument: str(value) for argument, value in arguments.items()}, options)
 
 
 # The end of a run that the machine's owner asks for
@@ -606,7 +607,7 @@ class TrainingRun:
             raise
         finally:
             self.batches.close()
-        progress.close()
+            progress.close()
         if self.load_best_model_at_end:
             if self.state.best_step is None:  # it has stopped early, before the first step that is saved
                 self.note_if_best(self.last_evaluation)
