@@ -665,19 +665,18 @@ def _key_mask(attention_mask: torch.Tensor | None, shape: torch.Size) -> torch.T
         raise ValueError(
             f"`attention_mask` must be (batch, length) = {tuple(shape)}, got shape {tuple(attention_mask.shape)}"
         )
-    # Read on every device where it is floating point: an additive mask would say the opposite.
-    is_read = _is_free_to_read(attention_mask) or (
-        attention_mask.is_floating_point() and not is_tracing(attention_mask)
-    )
-    if is_read and ((attention_mask != 0) & (attention_mask != 1)).any():
+    is_real = attention_mask.bool()
+    if is_tracing(attention_mask):
+        return is_real  # in a traced graph no answer must be frozen
+    # Both at once: a device is waited for once. To know that nothing is masked saves more than that.
+    is_other, masks_nothing = torch.stack([(attention_mask != is_real).any(), is_real.all()]).tolist()
+    if is_other:
         raise ValueError(
             "`attention_mask` must be 1 for tokens that take part and 0 for others, "
             f"got values from {attention_mask.min()} to {attention_mask.max()}: neither an additive mask nor one that "
             "numbers sequences is accepted"
         )
-    attention_mask = attention_mask.bool()
-    # Asking costs less than masking; in a traced graph the answer must not be frozen.
-    return None if not is_tracing(attention_mask) and attention_mask.all() else attention_mask
+    return None if masks_nothing else is_real
 
 
 def _segment_ids(
@@ -1015,7 +1014,7 @@ class LionForMultipleChoice(LionPreTrainedModel):
         if labels is not None:
             _check_labels(labels, logits.shape[:1], num_choices)
             num_targets = _count_targets(labels, kwargs)["num_items_in_batch"]
-            loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / num_targets
+            loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / num_targets
 
         return MultipleChoiceModelOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions

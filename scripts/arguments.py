@@ -29,12 +29,26 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 class UsageError(Exception):
     """A failure that the user can mend: shown as one sentence, without a traceback."""
 
+    def __init__(self, message: str):
+        name = type(self).__name__
+        if message.startswith(
+            f"Caught {name} in "
+        ):  # from a loader's worker comes the whole traceback of the sentence
+            message = message.rpartition(f".{name}: ")[2].strip()
+        super().__init__(message)
+
+
+class LocalError(UsageError):
+    """One that a single process has come across, and has to show itself, whichever it is."""
+
 
 def run(main: Callable[[], None]) -> None:
     """Run a script's `main`. A failure that the user can mend becomes one line on stderr, from the main process, and
     exit code 2: a `UsageError`, and a disk that does not take what a library writes, its cache for example."""
     try:
         main()
+    except LocalError as error:
+        _fail(one_line(error), everywhere=True)
     except UsageError as error:
         _fail(one_line(error))
     except OSError as error:
@@ -43,8 +57,8 @@ def run(main: Callable[[], None]) -> None:
         _fail(f"{one_line(error)}: make room there, or make it writable, then start again.")
 
 
-def _fail(message: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+def _fail(message: str, everywhere: bool = False) -> None:
+    if everywhere or os.environ.get("RANK", "0") == "0":
         print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
     sys.exit(2)
 

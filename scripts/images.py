@@ -20,8 +20,9 @@ from transformers import AutoImageProcessor, PreTrainedConfig, ViTImageProcessor
 from transformers.hf_argparser import HfArg
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, PILImageResampling
 
-from lion_transformers.scripts.arguments import UsageError, one_line
-from lion_transformers.scripts.training import check_range, loading
+from lion_transformers.scripts.arguments import LocalError, UsageError, one_line
+from lion_transformers.scripts.reading import loading
+from lion_transformers.scripts.training import check_range
 from lion_transformers.tokenization.corpus import files_arguments
 
 
@@ -275,14 +276,6 @@ def _column(rows: Dataset, column: str) -> list:
     return values
 
 
-class BrokenImageError(UsageError):
-    """An image that cannot be decoded, in one sentence."""
-
-    def __init__(self, message: str):
-        # From a loader's worker comes its whole traceback, which ends with the sentence.
-        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
-
-
 @dataclass
 class LabelledImages(torch.utils.data.Dataset):
     """Images with the ids of their classes.
@@ -311,11 +304,11 @@ class LabelledImages(torch.utils.data.Dataset):
             image = self.images[index][column]
         except Exception as error:  # Pillow's decoders raise whatever they come across
             path = self.images.cast_column(column, Image(decode=False))[index][column]["path"]
-            raise BrokenImageError(f"cannot read the image {path or 'without a name'}: {one_line(error)}") from error
+            raise LocalError(f"cannot read the image {path or 'without a name'}: {one_line(error)}") from error
         if image is None:
-            raise BrokenImageError(f"column {column} has a row without an image.")
+            raise LocalError(f"column {column} has a row without an image.")
         if image.mode.startswith(("I", "F")):  # Pillow would cut values above 255 off
-            raise BrokenImageError(
+            raise LocalError(
                 f"row {index} of the images has mode {image.mode}, more than 8 bits a channel: convert it first."
             )
         return image.convert(self.mode)

@@ -62,6 +62,7 @@ from lion_transformers.scripts.glue_report import (
     write_report,
 )
 from lion_transformers.scripts.optimization import linear_schedule
+from lion_transformers.scripts.reading import preparing
 from lion_transformers.scripts.resuming import FREE_ARGUMENTS as FREE_IN_A_RUN
 from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
@@ -590,7 +591,7 @@ def main() -> None:
     tokenizer = load_task_tokenizer(arguments.model) if pending else None
     for name, group in itertools.groupby(pending, key=lambda job: job.task.name):
         runs = list(group)
-        with accelerator.main_process_first():
+        with accelerator.main_process_first(), preparing():
             splits = encode(TASKS[name], rows.pop(name), tokenizer, runs[0].arguments.data.max_seq_length)
         for job in runs:
             train_and_save(job, splits, tokenizer, output_dir)

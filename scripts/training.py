@@ -24,7 +24,6 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, broadcast_object_list, set_seed
 from accelerate.utils import load as load_without_code
-from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import StrictDataclassError
 from matplotlib.figure import Figure
 from safetensors.torch import save_file
@@ -63,7 +62,6 @@ from lion_transformers.scripts.checkpointing import (
 )
 from lion_transformers.scripts.optimization import weight_decay_groups
 from lion_transformers.scripts.resuming import FREE_ARGUMENTS, Checkpoint, folder_to_resume, read_checkpoint
-from lion_transformers.tokenization.corpus import CorpusError
 
 
 VERSIONED_MODULES = [lion_transformers, torch, transformers, accelerate, datasets]
@@ -302,18 +300,6 @@ def accumulation_steps(global_batch_size: int | None, per_device_batch_size: int
             f" ({per_device_batch_size} per device × {num_processes} processes)."
         )
     return steps
-
-
-@contextmanager
-def loading(source: str) -> Iterator[None]:
-    """Turn what `datasets` raises about `source` into one sentence."""
-    try:
-        yield
-    except CorpusError as error:
-        raise UsageError(one_line(error)) from error
-    except (DatasetsError, OSError, ValueError) as error:
-        # "An error occurred while generating the dataset" has the reason as its cause.
-        raise UsageError(f"cannot load {source}: {one_line(error.__cause__ or error)}") from error
 
 
 def build_model(args: ModelArguments, auto_class: type, settings: dict[str, Any], **loading: Any) -> PreTrainedModel:

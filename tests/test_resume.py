@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -14,14 +15,17 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pandas
 import PIL.Image
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets.distributed import split_dataset_by_node
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.utils.data import DataLoader
 from training_checks import TWO_CPUS, run_and_check
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -29,6 +33,7 @@ from lion_transformers.scripts import glue_report, pretrain_mlm, run_glue, train
 from lion_transformers.scripts.arguments import UsageError, run
 from lion_transformers.scripts.checkpointing import clear_output_dir, list_checkpoints, writing
 from lion_transformers.scripts.resuming import read_checkpoint
+from lion_transformers.tokenization.corpus import load_files
 
 
 pytestmark = pytest.mark.usefixtures("isolated_run")
@@ -367,6 +372,110 @@ def test_a_batch_may_be_divided_otherwise(monkeypatch):
     train(stop=("sigterm", 4))
     train("--per_device_train_batch_size", "2", "--dataloader_num_workers", "1", "--logging_steps", "2")
     assert_same_run(Path("out"), Path("whole"))
+
+
+# Streams
+
+
+@pytest.mark.parametrize(("ending", "workers"), [("txt", "0"), ("csv", "0"), ("jsonl", "0"), ("csv", "1")])
+def test_a_broken_file_of_a_stream_is_named(monkeypatch, capsys, ending, workers):
+    train = Trainer(monkeypatch, "streamed text")
+    for name in ["good", "broken", "valid"]:
+        write_table(f"{name}.{ending}", write_lines("lines.txt", 9))
+    with Path(f"broken.{ending}").open("ab") as file:
+        file.write({"txt": b"\xff\xfe", "csv": b"a,b,c,d\n", "jsonl": b'{"text": \n'}[ending])
+    files = ["--train_file", f"good.{ending}", f"broken.{ending}", "--validation_file", f"valid.{ending}"]
+    message = failure(train, capsys, *files, "--dataloader_num_workers", workers)
+    assert message.startswith(f"pretrain_mlm.py: error: cannot read broken.{ending}: ")
+    files[1], files[4] = files[4], files[2]  # of the validation text
+    message = failure(train, capsys, *files)
+    assert re.match(f"pretrain_mlm.py: error: cannot (load|read) broken.{ending}: ", message)
+
+
+def test_a_stream_that_breaks_off_costs_no_checkpoint(monkeypatch, capsys):
+    """A CSV file is read by 10,000 rows: the one that is wrong is met in the fifth update."""
+    train = Trainer(monkeypatch, "streamed text")
+    write_table("valid.csv", write_lines("lines.txt", 9))
+    write_table("late.csv", write_lines("lines.txt", 12_000))
+    whole = Path("late.csv").read_text()
+    Path("late.csv").write_text(whole + "a,b,c,d\n")
+    batches = "--global_train_batch_size 2048 --per_device_train_batch_size 1024 --eval_steps 1 --max_steps 5"
+    files = "--train_file late.csv --validation_file valid.csv"
+    options = [*batches.split(), *files.split()]
+    assert sentence(train, capsys, *options).startswith("pretrain_mlm.py: error: cannot read late.csv: ")
+    assert list_checkpoints(Path("out"))[-1] == 4
+    Path("late.csv").write_text(whole)
+    assert list(train(*options)) == [4]
+
+
+def write_table(file, lines):
+    rows = pandas.DataFrame({"text": lines})
+    if file.endswith("txt"):
+        Path(file).write_text("\n".join(lines) + "\n")
+    elif file.endswith("csv"):
+        rows.to_csv(file, index=False)
+    else:
+        rows.to_json(file, orient="records", lines=True)
+
+
+def targets_of_a_pass(epoch=0, workers=0, rank=0, world=1, files=("0.txt", "1.txt")):
+    """Tokens of a sequence → what is to be predicted of it, in the order in which a process meets them."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained("tokenizer")
+    args = pretrain_mlm.DataArguments(streaming=True, line_by_line=True, shuffle_buffer_size=10, max_seq_length=16)
+    stream = pretrain_mlm.masked_stream(load_files(files), tokenizer, args, 17, epoch)
+    loader = DataLoader(split_dataset_by_node(stream, rank, world), batch_size=None, num_workers=workers)
+    rows = [{name: list(map(int, row[name])) for name in ("input_ids", "labels")} for row in loader]
+    return {
+        tuple(
+            token if label == -100 else label for token, label in zip(row["input_ids"], row["labels"], strict=True)
+        ): (row["labels"])
+        for row in rows
+    }
+
+
+def places(targets):
+    return [[label != -100 for label in labels] for labels in targets.values()]
+
+
+def test_targets_of_a_stream_differ_from_pass_to_pass_and_process_to_process_not_with_workers(monkeypatch):
+    write_tokenizer()
+    for number in range(2):  # sequences of one length, whose places to predict can be compared
+        rng = random.Random(number)
+        Path(f"{number}.txt").write_text("\n".join(" ".join(rng.choices(WORDS, k=12)) for _ in range(40)) + "\n")
+    alone = targets_of_a_pass()
+    assert len(alone) == 80 and targets_of_a_pass() == alone
+    assert targets_of_a_pass(workers=1) == targets_of_a_pass(workers=2) == alone
+    other_pass = targets_of_a_pass(epoch=1)
+    assert other_pass.keys() == alone.keys() and sum(other_pass[each] != alone[each] for each in alone) > 70
+    ranks = [targets_of_a_pass(rank=rank, world=2) for rank in range(2)]
+    assert {**ranks[0], **ranks[1]} == alone
+    assert sum(one != other for one, other in zip(*map(places, ranks), strict=True)) > 35
+
+
+def test_copies_of_a_sequence_have_targets_of_their_own():
+    write_tokenizer()
+    Path("copies.txt").write_text((" ".join(WORDS[:12]) + "\n") * 40)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained("tokenizer")
+    args = pretrain_mlm.DataArguments(streaming=True, line_by_line=True, max_seq_length=16)
+    labels = [row["labels"] for row in pretrain_mlm.masked_stream(load_files(["copies.txt"]), tokenizer, args, 17, 0)]
+    assert len(labels) == 40 and len(set(map(tuple, labels))) > 35
+
+
+def test_a_pass_over_a_stream_begins_without_reading_it():
+    write_tokenizer()
+    read = []
+
+    def documents():
+        for number in range(30):
+            read.append(number)
+            yield {"text": "the cat sees a bird", "label": number}
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained("tokenizer")
+    args = pretrain_mlm.DataArguments(streaming=True, line_by_line=True, shuffle_buffer_size=10, max_seq_length=16)
+    unread = datasets.IterableDataset.from_generator(documents)
+    stream = pretrain_mlm.masked_stream(unread.select_columns(["text"]), tokenizer, args, 17, 0)
+    assert not read
+    assert set(next(iter(stream))) == {"input_ids", "attention_mask", "labels"} and len(read) == 30
 
 
 # What goes wrong with the disk and with the numbers
