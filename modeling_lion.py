@@ -473,7 +473,9 @@ class LionPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, LionImageEmbeddings):
             for parameter in (module.cls_token, module.position_embeddings):
-                if parameter is not None:
+                if parameter is not None and self.config.initializer_range == 0:
+                    init.zeros_(parameter)  # torch would divide by it
+                elif parameter is not None:
                     init.trunc_normal_(parameter, std=self.config.initializer_range)
             if module.mask_token is not None:
                 init.zeros_(module.mask_token)

@@ -639,8 +639,8 @@ def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoi
 
 def train_and_save(pretraining: Pretraining, started: float) -> None:
     """The run; `started` is when the script was."""
-    pretraining.train()
-    results = pretraining.save_results(time.perf_counter() - started)
+    pretraining.train(started)
+    results = pretraining.save_results()
     if pretraining.accelerator.is_main_process:
         print(f"before: {describe(results['before'])}\nafter:  {describe(results['after'])}")
         print(f"{results['tokens_per_second']:,.0f} tokens per second; everything is in {pretraining.output_dir}")

@@ -659,7 +659,7 @@ def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoi
 
 def train_and_save(classification: ClassificationRun, started: float) -> None:
     """The run; `started` is when the script was."""
-    classification.train()
+    classification.train(started)
     evaluator = classification.evaluator
     metrics, predictions = classification.latest or classification.evaluate_at(evaluator.first)
     resolutions = {evaluator.first: metrics}
@@ -668,7 +668,7 @@ def train_and_save(classification: ClassificationRun, started: float) -> None:
     is_main = classification.accelerator.is_main_process
     if is_main:
         save_pictures(classification.output_dir, predictions, evaluator.images, classification.final_model.config)
-    results = classification.save_results(time.perf_counter() - started, resolutions=resolutions)
+    results = classification.save_results(resolutions=resolutions)
     if is_main:
         print(f"before: {describe(results['before'])}")
         print_resolutions(resolutions)

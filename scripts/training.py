@@ -285,9 +285,18 @@ def evaluation_batches(
     """
     for batch in tqdm(loader, desc=description, leave=False, disable=not accelerator.is_main_process):
         yield batch
-        (stop,) = in_any_process(accelerator, _stop.is_set())
-        if stop:
-            raise StopRequested
+        check_stop(accelerator)
+
+
+def check_stop(accelerator: Accelerator) -> None:
+    """To be called by all processes.
+
+    Raises:
+        StopRequested: one has been sent SIGTERM.
+    """
+    (stop,) = in_any_process(accelerator, _stop.is_set())
+    if stop:
+        raise StopRequested
 
 
 def accumulation_steps(global_batch_size: int | None, per_device_batch_size: int, num_processes: int) -> int:
@@ -470,6 +479,7 @@ class TrainerState:
     step: int = 0
     units: int = 0  # tokens or images seen, as far as they are logged
     train_seconds: float = 0.0  # without evaluation and saving
+    wall_seconds: float = 0.0  # of what a resumed run goes on from
     best_step: int | None = None  # among the checkpoints
     best_metric: float | None = None
     nonfinite_steps: int = 0  # the last updates, as far as their loss was not finite
@@ -505,6 +515,7 @@ class TrainingRun:
     # Of the updates that are not in the state yet: loss of this process, numbers of terms and units (2,) of all.
     updates: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)
     timer: float = field(default=0.0, init=False)  # when the first of them began
+    started: float = field(default=0.0, init=False)  # when the script was, by the same clock
     grad_norm: Tensor | None = field(default=None, init=False)  # of the last update, before clipping
     saved_step: int | None = field(default=None, init=False)  # of the last checkpoint
 
@@ -567,13 +578,22 @@ class TrainingRun:
         if checkpoint.folder.resolve() == checkpoint_folder(self.output_dir, self.state.step).resolve():
             self.saved_step = self.state.step
 
-    def train(self) -> None:
+    @property
+    def wall_seconds(self) -> float:
+        """Since the script was started, and what went before the checkpoint that it has gone on from."""
+        return self.state.wall_seconds + time.perf_counter() - self.started
+
+    def train(self, started: float) -> None:
         """Evaluate, update, save and log until the last update; a stopped run goes on where it was.
+
+        Args:
+            started: when the script was, by `time.perf_counter`.
 
         Raises:
             StopRequested: after the update in which a process was asked to stop, or in the middle of an evaluation;
                 there is a checkpoint.
         """
+        self.started = started
         state, bar = self.state, self.accelerator.is_main_process
         progress = tqdm(total=state.max_steps, initial=state.step, desc="Training", unit="step", disable=not bar)
         try:
@@ -718,7 +738,8 @@ class TrainingRun:
             if is_main:
                 torch.save(self.scheduler.state_dict(), unfinished(folder) / SCHEDULER_FILE)
                 self.save_checkpoint_files(unfinished(folder))
-                write_json(unfinished(folder) / "trainer_state.json", asdict(self.state))
+                state = {**asdict(self.state), "wall_seconds": self.wall_seconds}
+                write_json(unfinished(folder) / "trainer_state.json", state)
             self.accelerator.wait_for_everyone()
             if is_main:
                 write_manifest(unfinished(folder), arguments=self.record, layout=self.layout)
@@ -734,7 +755,7 @@ class TrainingRun:
         if metric > best if self.greater_is_better else metric < best:
             self.state.best_step, self.state.best_metric = self.state.step, metric
 
-    def save_results(self, wall_seconds: float, **more: Any) -> dict[str, Any]:
+    def save_results(self, **more: Any) -> dict[str, Any]:
         """The model, a plot and, last of all, results.json with `more` in it: where it is, the run is complete.
 
         All processes have to ask, the main one writes.
@@ -749,7 +770,7 @@ class TrainingRun:
             "steps": self.state.step,
             self.unit: self.state.units,
             f"{self.unit}_per_second": self.state.units / self.state.train_seconds,
-            "wall_seconds": wall_seconds,
+            "wall_seconds": self.wall_seconds,
             **provenance(self.final_model, self.record),
             "history": self.state.history,
         }

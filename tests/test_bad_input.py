@@ -283,6 +283,11 @@ def test_fields_of_the_configuration(fields, message):
         LionConfig(**{**TEXT, **fields})
 
 
+def test_weights_may_begin_at_zero():
+    model = LionModel(LionConfig(**IMAGE, position_embedding_type="absolute", initializer_range=0.0))
+    assert model.embeddings.cls_token.count_nonzero() == model.embeddings.position_embeddings.count_nonzero() == 0
+
+
 def test_an_unknown_activation():
     with pytest.raises(ValueError, match=r"`hidden_act` must be one of gelu, .*, got 'geluu'"):
         LionModel(LionConfig(**TEXT, hidden_act="geluu"))

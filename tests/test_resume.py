@@ -1,6 +1,7 @@
 """Stopping a run of any training script and going on with it: the same examples, the same weights, nothing lost."""
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -255,7 +256,60 @@ def test_the_tracker_has_every_step_once(monkeypatch):
     assert [event.step for event in events.Scalars("eval/loss")] == [0, 3, 6, 9, 10]
 
 
+def test_seconds_and_units_are_counted_over_all_that_a_run_was_stopped_in(monkeypatch):
+    train = Trainer(monkeypatch, "text")
+    train("--output_dir", "whole")
+    with monkeypatch.context() as patch:
+        clock = itertools.count(step=100.0)
+        patch.setattr(time, "perf_counter", lambda: next(clock))
+        train(stop=("sigterm", 4))
+    first_leg = json.loads(Path("out/checkpoint-5/trainer_state.json").read_text())["wall_seconds"]
+    assert first_leg > 1000
+    train(stop=("sigterm", 6))
+    train()
+    results, whole = (json.loads(Path(folder, "results.json").read_text()) for folder in ("out", "whole"))
+    assert first_leg < results["wall_seconds"] < first_leg + 100
+    assert results["tokens"] == whole["tokens"] and results["steps"] == whole["steps"]
+    assert results["tokens_per_second"] < whole["tokens"] / 100  # the seconds of training are among them
+
+
+@pytest.mark.parametrize("moment", ["predict_test_sets", "save_results", "save_model"])
+def test_glue_that_is_sent_sigterm_at_the_end_of_a_run_stops_before_the_next(monkeypatch, moment):
+    """Test sets are evaluated anew, what is being saved is saved; the other run is not begun."""
+    train = Trainer(monkeypatch, "GLUE")
+    train.argv += ["--seeds", "1", "2"]
+    function = getattr(run_glue.GlueRun, moment)
+
+    def interrupted(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return function(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_glue.GlueRun, moment, interrupted)
+        patch.setattr(sys, "argv", [train.module.__file__, *train.argv])
+        with pytest.raises(SystemExit) as exit:
+            run_glue.main()
+    assert exit.value.code == 0
+    assert list_checkpoints(Path("out/sst2/seed-1"))[-1] == 10 and not Path("out/sst2/seed-2").exists()
+    assert Path("out/sst2/seed-1/results.json").exists() == (moment != "predict_test_sets")
+    assert not Path("out/glue.json").exists()
+    assert list(train()) == list(range(10))  # of the second run alone
+    for seed in (1, 2):
+        assert json.loads(Path(f"out/sst2/seed-{seed}/results.json").read_text())["steps"] == 10
+        assert len(Path(f"out/sst2/seed-{seed}/predictions/SST-2.tsv").read_text().splitlines()) == 6
+    assert Path("out/glue.json").exists()
+
+
 # What a run refuses to go on from
+
+
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_where_there_is_no_checkpoint_none_can_be_gone_on_from(monkeypatch, capsys, kind):
+    train = Trainer(monkeypatch, kind)
+    message = failure(train, capsys, "--resume_from_checkpoint", "latest")
+    assert message.endswith("error: output_dir out has no checkpoint to resume from.")
+    message = failure(train, capsys, "--resume_from_checkpoint", "latest", "--overwrite_output_dir")
+    assert message.endswith("begins anew, resume_from_checkpoint goes on: give one of them.")
 
 
 @pytest.fixture
