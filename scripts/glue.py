@@ -143,6 +143,7 @@ class DataArguments:
 
     def __post_init__(self):
         check_range(self, ["max_seq_length"], low=1)
+        check_range(self, ["dataloader_num_workers"], low=0)
         if bool(self.dataset_name) == bool(self.data_dir):
             raise UsageError("give either a dataset_name (nyu-mll/glue) or a data_dir.")
 

@@ -65,6 +65,7 @@ class DataArguments:
     def __post_init__(self):
         check_range(self, ["validation_split_percentage"], low=0, below=100)
         check_range(self, ["max_train_samples", "max_eval_samples"], low=1)
+        check_range(self, ["dataloader_num_workers"], low=0)
         if sum(map(bool, (self.dataset_name, self.folders, self.files))) != 1:
             raise UsageError("give one of dataset_name, train_dir (validation_dir), train_file (validation_file).")
 
@@ -194,6 +195,8 @@ def _read_file(file: str, image_column: str | None) -> Dataset:
 
 
 def _resolve_paths(batch: dict[str, list], column: str, file: str) -> dict[str, list[str]]:
+    if not all(batch[column]):
+        raise UsageError(f"{file} has a row without {column}.")
     paths = [Path(file).parent / path for path in batch[column]]
     for path in paths:
         if not path.is_file():

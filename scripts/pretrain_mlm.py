@@ -49,7 +49,7 @@ from transformers.hf_argparser import HfArg
 
 from lion_transformers import LionConfig
 from lion_transformers.scripts import training
-from lion_transformers.scripts.arguments import UsageError, parse_arguments, run
+from lion_transformers.scripts.arguments import LocalError, UsageError, parse_arguments, run
 from lion_transformers.scripts.batching import (
     Batches,
     StreamedBatches,
@@ -92,6 +92,9 @@ class ModelArguments(training.ModelArguments):
     )
     pad_vocab_to_multiple_of: int = HfArg(default=8, help="Round the model's vocabulary up to a multiple of this.")
 
+    def __post_init__(self):
+        check_range(self, ["pad_vocab_to_multiple_of"], low=1)
+
 
 @dataclass
 class DataArguments:
@@ -128,7 +131,9 @@ class DataArguments:
     )
 
     def __post_init__(self):
-        check_range(self, ["max_seq_length"], low=1)
+        sizes = ["max_seq_length", "max_eval_samples", "shuffle_buffer_size", "preprocessing_num_workers"]
+        check_range(self, sizes, low=1)
+        check_range(self, ["dataloader_num_workers"], low=0)
         check_range(self, ["mlm_probability", "eval_mlm_probability"], low=0, below=1)
         check_range(self, ["validation_split_percentage"], low=0, below=100)
         if self.packing and self.line_by_line:
@@ -151,6 +156,7 @@ class PretrainingArguments(TrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         check_range(self, ["warmup_ratio", "final_lr_ratio"], low=0, below=1)
+        check_range(self, ["learning_rate"], low=0)
 
 
 # Data: documents → sequences of token ids → masked micro-batches
@@ -219,12 +225,12 @@ def encode(
     Packed: as `pack_documents` does it, within the batch, so that a stream has no state between batches.
 
     Raises:
-        UsageError: a document is too long to be tokenised at once.
+        LocalError: a document is none, or too long to be tokenised at once.
     """
-    texts = [text for text in batch[text_column] if text and not text.isspace()]
+    texts = [text for text in batch[text_column] if text and not _checked(text, text_column).isspace()]
     longest = max(map(len, texts), default=0)
     if longest > MAX_CHARACTERS:
-        raise UsageError(
+        raise LocalError(
             f"a document has {longest:,} characters, more than the {MAX_CHARACTERS:,} that are tokenised at once:"
             " cut it into several."
         )
@@ -243,6 +249,12 @@ def encode(
     if line_by_line:
         return {name: encoded[name] for name in SEQUENCE_FEATURES}
     return {name: _blocks(encoded[name], max_seq_length) for name in SEQUENCE_FEATURES}
+
+
+def _checked(text: Any, text_column: str) -> str:
+    if not isinstance(text, str):  # as JSON can have it
+        raise LocalError(f"column {text_column} has {text!r:.50}, not text.")
+    return text
 
 
 def _blocks(rows: Iterable[list[int]], size: int) -> list[list[int]]:
@@ -362,6 +374,7 @@ def load_sequences(
         # Evaluation needs a length, so that sequences are counted once over several processes.
         first = itertools.islice(ReadStream(evaluation), args.max_eval_samples)
         rows = list(datasets.utils.tqdm(first, desc="Reading the validation text", total=args.max_eval_samples))
+        check_not_empty(rows, "validation", args)
         evaluation = Dataset.from_list(rows, sequence_features(args))
         sequences = functools.partial(masked_stream, train, tokenizer, args, seed)
     else:

@@ -4,6 +4,7 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import datasets
@@ -16,6 +17,7 @@ from lion_transformers.tokenization.corpus import CorpusError
 
 
 READERS = "datasets.packaged_modules."
+READ_ERRORS = (DatasetsError, OSError, ValueError, TypeError, ArrowException)  # TypeError: another type than expected
 
 
 @contextmanager
@@ -25,7 +27,7 @@ def loading(source: str) -> Iterator[None]:
         yield
     except CorpusError as error:
         raise UsageError(one_line(error)) from error
-    except (DatasetsError, OSError, ValueError, ArrowException) as error:
+    except READ_ERRORS as error:
         reason = error.__cause__ or error  # "An error occurred while generating the dataset" has one
         if getattr(reason, "errno", None) in DISK_ERRORS:
             raise _no_room(reason) from error
@@ -53,9 +55,18 @@ def _no_room(error: OSError) -> UsageError:
 def file_being_read(error: BaseException) -> str | None:
     """The file that a reader of `datasets` was at, which does not say so itself; None where it is none of theirs."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__", "").startswith(READERS) and "file" in frame.f_locals:
+        if _module(frame).startswith(READERS) and "file" in frame.f_locals:
             return str(frame.f_locals["file"]).removeprefix(os.path.join(os.getcwd(), ""))
     return None
+
+
+def _is_from(error: BaseException, *modules: str) -> bool:
+    """Whether one of `modules`, by how their names begin, takes part in it."""
+    return any(_module(frame).startswith(modules) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "")
 
 
 class ReadStream(torch.utils.data.IterableDataset):
@@ -71,11 +82,10 @@ class ReadStream(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         try:
             yield from self.stream
-        except (DatasetsError, OSError, ValueError, ArrowException) as error:
-            file = file_being_read(error)
-            if file is None:
+        except READ_ERRORS as error:
+            if not _is_from(error, READERS, "datasets.table"):
                 raise
-            raise LocalError(f"cannot read {file}: {one_line(error)}") from error
+            raise LocalError(f"cannot read {file_being_read(error) or 'a stream'}: {one_line(error)}") from error
 
     def state_dict(self) -> dict[str, Any]:
         return self.stream.state_dict()

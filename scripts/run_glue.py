@@ -154,9 +154,12 @@ class GlueArguments(TrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         check_range(self, ["warmup_ratio"], low=0, below=1)
+        check_range(self, ["learning_rate"], low=0)
         check_range(self, ["early_stopping_patience"], low=1)
         if unknown := [name for name in [*self.task_name, *self.tasks] if name not in {*TASKS, "all"}]:
             raise UsageError(f"GLUE has no task {unknown[0]}, only {', '.join(TASKS)}.")
+        if wrong := [seed for seed in self.seeds or [] if not 0 <= seed < 2**32]:
+            raise UsageError(f"seeds must be at least 0 and below {2**32}, got {wrong[0]}.")
         for name, settings in self.tasks.items():
             if not isinstance(settings, dict):
                 raise UsageError(f"the settings of {name} in tasks must be a mapping of arguments, got {settings}.")

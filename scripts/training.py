@@ -150,8 +150,12 @@ class TrainingArguments:
     def __post_init__(self):
         self.save_steps = self.save_steps or self.eval_steps
         positive = ["per_device_train_batch_size", "per_device_eval_batch_size", "logging_steps", "eval_steps"]
-        check_range(self, [*positive, "save_steps", "save_total_limit"], low=1)
-        check_range(self, ["max_nonfinite_steps"], low=0)
+        check_range(self, [*positive, "save_steps", "save_total_limit", "global_train_batch_size"], low=1)
+        check_range(self, ["max_nonfinite_steps", "adam_epsilon", "weight_decay", "max_grad_norm"], low=0)
+        check_range(self, ["adam_beta1", "adam_beta2"], low=0, below=1)
+        check_range(self, ["seed"], low=0, below=2**32)
+        if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
+            raise UsageError(f"num_train_epochs must be above 0 where max_steps is not, got {self.num_train_epochs}.")
         if self.eval_steps and self.save_steps % self.eval_steps:
             raise UsageError(f"save_steps {self.save_steps} is not a multiple of eval_steps {self.eval_steps}.")
 

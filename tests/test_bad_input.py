@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pandas
+import PIL.Image
 import pytest
 import torch
 import training_checks
@@ -25,7 +26,7 @@ from lion_transformers import (
     LionForTokenClassification,
     LionModel,
 )
-from lion_transformers.scripts import pretrain_mlm
+from lion_transformers.scripts import pretrain_mlm, run_glue, train_image_classification
 from lion_transformers.tokenization import build_character_tokenizer
 
 
@@ -294,9 +295,65 @@ def test_an_unknown_activation():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Arguments of scripts
+# ---------------------------------------------------------------------------------------------------------------------
+
+OF_ALL = {
+    **{name: ["0", "-1"] for name in ["per_device_train_batch_size", "global_train_batch_size", "eval_steps"]},
+    **{name: ["0", "-1"] for name in ["per_device_eval_batch_size", "logging_steps", "save_total_limit"]},
+    **{name: ["-1", "nan", "inf"] for name in ["adam_epsilon", "weight_decay", "max_grad_norm"]},
+    **{name: ["-0.1", "1", "nan"] for name in ["adam_beta1", "adam_beta2"]},
+    **{name: ["-1"] for name in ["max_nonfinite_steps", "dataloader_num_workers"]},
+    "seed": ["-1", "4294967296"],
+    "num_train_epochs": ["0", "-1", "nan", "inf"],
+}
+OF_EACH = {
+    pretrain_mlm: {
+        **{name: ["0", "-1"] for name in ["max_seq_length", "max_eval_samples", "shuffle_buffer_size"]},
+        **{name: ["0", "-1"] for name in ["preprocessing_num_workers", "pad_vocab_to_multiple_of"]},
+        **{name: ["-0.1", "1", "nan"] for name in ["mlm_probability", "warmup_ratio", "final_lr_ratio"]},
+        "learning_rate": ["-1", "nan", "inf"],
+        "validation_split_percentage": ["-1", "100", "nan"],
+    },
+    run_glue: {
+        "learning_rate": ["-1", "nan", "inf"],
+        "seeds": ["-1", "4294967296"],
+        "early_stopping_patience": ["0"],
+        "warmup_ratio": ["-0.1", "1", "nan"],
+        "max_seq_length": ["0"],
+    },
+    train_image_classification: {
+        **{name: ["0", "-1"] for name in ["max_train_samples", "max_eval_samples", "repeated_augmentation"]},
+        **{name: ["-1", "nan", "inf"] for name in ["mixup", "cutmix", "color_jitter", "warmup_epochs"]},
+        **{name: ["-0.1", "1", "nan"] for name in ["label_smoothing", "ema_decay"]},
+        **{name: ["0", "1.1", "nan"] for name in ["min_crop_scale", "crop_pct"]},
+        "base_learning_rate": ["0", "-1", "nan"],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (module, name, value)
+        for module, own in OF_EACH.items()
+        for name, values in {**OF_ALL, **own}.items()
+        for value in values
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_anything_is_read(module, name, value, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    argv = ["--output_dir", "out", "--dataset_name", "nobody/nothing", f"--{name}", value]
+    error = training_checks.fails_with(module, monkeypatch, capsys, *argv)
+    assert f"error: {name} must be " in error and "got " in error
+    assert not Path("out").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Files of scripts
 # ---------------------------------------------------------------------------------------------------------------------
 
+IN_WORKERS = [["--streaming", "--dataloader_num_workers", "1"], ["--preprocessing_num_workers", "2"]]
 TINY_LION = ["--config", ",".join(f"{name}={value}" for name, value in SIZES.items())]
 pretrain = functools.partial(training_checks.run_script, pretrain_mlm)
 pretraining_fails = functools.partial(training_checks.fails_with, pretrain_mlm)
@@ -330,13 +387,38 @@ def test_binary_garbage_is_no_table(corpus, monkeypatch, capsys, name):
     assert f"cannot load {name}: " in pretraining_fails(monkeypatch, capsys, *corpus, *files)
 
 
+@pytest.mark.parametrize("options", [[], ["--streaming"], IN_WORKERS[0]], ids=str)
+def test_what_is_not_text_among_texts_is_shown(corpus, monkeypatch, capsys, options):
+    """JSON has a type for every value."""
+    rows = [{"text": "the cat sees a bird in the garden"}] * 40
+    Path("good.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("mixed.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"text": 5}])))
+    files = ["--train_file", "mixed.jsonl", "--validation_file", "good.jsonl"]
+    error = pretraining_fails(monkeypatch, capsys, *corpus, *files, *options)
+    assert error == "pretrain_mlm.py: error: column text has 5, not text."
+
+
+@pytest.mark.parametrize("options", [[], ["--streaming"]], ids=str)
+def test_a_validation_text_without_a_sequence_is_refused(corpus, monkeypatch, capsys, options):
+    Path("blank.txt").write_text("\n \n\n")
+    error = pretraining_fails(monkeypatch, capsys, *corpus, "--validation_file", "blank.txt", *options)
+    assert error.endswith("the validation text is too small for one sequence of 16 tokens.")
+
+
+@pytest.mark.parametrize("path", [None, ""])
+def test_a_row_without_an_image_is_none(isolated_run, monkeypatch, capsys, path):
+    PIL.Image.new("RGB", (8, 8)).save("x.png")
+    rows = [{"image": "x.png", "label": "a"}, {"image": "x.png", "label": "b"}, {"image": path, "label": "b"}]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    argv = ["--train_file", "rows.jsonl", "--output_dir", "out", *TINY_LION]
+    error = training_checks.fails_with(train_image_classification, monkeypatch, capsys, *argv)
+    assert error.endswith("error: rows.jsonl has a row without image.")
+
+
 def test_missing_cells_are_no_documents(corpus, monkeypatch):
     Path("cells.csv").write_text("label,text\n" + "1,the cat sees a bird in the garden\n2,\n3\n" * 30)
     pretrain(monkeypatch, *corpus, "--train_file", "cells.csv", "--validation_file", "cells.csv")
     assert json.loads(Path("out/results.json").read_text())["after"]["eval_targets"] > 0
-
-
-IN_WORKERS = [["--streaming", "--dataloader_num_workers", "1"], ["--preprocessing_num_workers", "2"]]
 
 
 @pytest.mark.parametrize("options", [[], ["--streaming"], ["--packing"], ["--line_by_line"], *IN_WORKERS], ids=str)
