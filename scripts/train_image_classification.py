@@ -154,7 +154,7 @@ class ClassificationArguments(TrainingArguments):
         super().__post_init__()
         check_range(self, ["label_smoothing", "ema_decay"], low=0, below=1)
         check_range(self, ["final_learning_rate", "warmup_learning_rate", "warmup_epochs"], low=0)
-        if not self.base_learning_rate > 0:
+        if not 0 < self.base_learning_rate < math.inf:
             raise UsageError(f"base_learning_rate must be above 0, got {self.base_learning_rate}.")
 
 

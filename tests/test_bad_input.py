@@ -327,7 +327,7 @@ OF_EACH = {
         **{name: ["-1", "nan", "inf"] for name in ["mixup", "cutmix", "color_jitter", "warmup_epochs"]},
         **{name: ["-0.1", "1", "nan"] for name in ["label_smoothing", "ema_decay"]},
         **{name: ["0", "1.1", "nan"] for name in ["min_crop_scale", "crop_pct"]},
-        "base_learning_rate": ["0", "-1", "nan"],
+        "base_learning_rate": ["0", "-1", "nan", "inf"],
     },
 }
 

@@ -1,5 +1,6 @@
 """Stopping a run of any training script and going on with it: the same examples, the same weights, nothing lost."""
 
+import contextlib
 import errno
 import itertools
 import json
@@ -85,6 +86,11 @@ def packed_mlm(command):
     return module, [each.replace("--line_by_line", "--packing") for each in argv]
 
 
+def without_dropout(command):
+    module, argv = command
+    return module, [each.replace("hidden_dropout_prob=0.2", "hidden_dropout_prob=0.0") for each in argv]
+
+
 def glue():
     write_tokenizer()
     Path("data/SST-2").mkdir(parents=True)
@@ -115,6 +121,8 @@ def images():
 
 KINDS = {
     "text": mlm,
+    "text without dropout": lambda: without_dropout(mlm()),
+    "streamed text without dropout": lambda: without_dropout(streamed_mlm()),
     "text in worker processes": lambda: mlm("--dataloader_num_workers", "2"),
     "streamed text": streamed_mlm,
     "streamed text in a worker process": lambda: streamed_mlm("--dataloader_num_workers", "1"),
@@ -377,6 +385,24 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named(train, capsys):
     assert list_checkpoints(Path("elsewhere")) == [10]
 
 
+@pytest.mark.parametrize("kind", ["GLUE", "images"])
+def test_other_runs_go_on_from_the_checkpoint_that_is_named_too(monkeypatch, kind):
+    train = Trainer(monkeypatch, kind)
+    train.argv += ["--save_total_limit", "5"]
+    train(stop=("sigterm", 6))
+    folder = train.folder("out")
+    assert list_checkpoints(folder)[-1] == 7
+    assert list(train("--resume_from_checkpoint", str(folder / "checkpoint-6"))) == list(range(6, 10))
+    assert 7 not in list_checkpoints(folder)  # of the time line that has been left
+
+
+def test_a_checkpoint_of_another_script_is_refused(train, capsys):
+    train.module, train.argv = pretrain_mlm, Trainer(train.monkeypatch, "streamed text").argv
+    assert "out/checkpoint-7 was made with " in failure(train, capsys)
+    images = Trainer(train.monkeypatch, "images")
+    assert "out/checkpoint-7 was made with " in failure(images, capsys)
+
+
 def test_the_latest_checkpoint_is_the_one_of_the_highest_step(train):
     assert list(train("--resume_from_checkpoint", "latest", "--save_total_limit", "5")) == [7, 8, 9]
     assert list_checkpoints(Path("out")) == [6, 7, 9, 10]
@@ -420,8 +446,7 @@ def test_checkpoints_of_other_runs_are_refused(train, capsys):
 
 def test_a_batch_may_be_divided_otherwise(monkeypatch):
     """The same positions, in batches of two instead of four and with worker processes: the same weights to 1e-6."""
-    train = Trainer(monkeypatch, "text")
-    train.argv = [each.replace("hidden_dropout_prob=0.2", "hidden_dropout_prob=0.0") for each in train.argv]
+    train = Trainer(monkeypatch, "text without dropout")
     train("--output_dir", "whole")
     train(stop=("sigterm", 4))
     train("--per_device_train_batch_size", "2", "--dataloader_num_workers", "1", "--logging_steps", "2")
@@ -761,8 +786,7 @@ run(pretrain_mlm.main)
 
 def test_a_run_goes_on_with_another_number_of_processes(monkeypatch, tmp_path):
     """Alone up to step 3, two processes up to step 7, of which one is sent SIGTERM, then alone: the run of one."""
-    train = Trainer(monkeypatch, "text")
-    train.argv = [each.replace("hidden_dropout_prob=0.2", "hidden_dropout_prob=0.0") for each in train.argv]
+    train = Trainer(monkeypatch, "text without dropout")
     expected = train("--output_dir", "whole")
     train(stop=("sigterm", 2))
     Path("two.py").write_text(TWO_PROCESSES)
@@ -791,6 +815,37 @@ def test_a_stream_cannot_be_divided_otherwise(monkeypatch, capsys):
     for name, value, other in [("per_device_train_batch_size", 4, 2), ("dataloader_num_workers", 0, 1)]:
         message = f"out/checkpoint-3 was made with {name} {value}, not {other}: go on with that"
         assert message in failure(train, capsys, f"--{name}", str(other))
+
+
+def test_a_stream_goes_on_with_as_many_processes_alone(monkeypatch):
+    train = Trainer(monkeypatch, "streamed text")
+    train(stop=("sigterm", 2))
+    checkpoint = read_checkpoint(Path("out/checkpoint-3"))
+    checkpoint.check_layout(checkpoint.layout)
+    with pytest.raises(UsageError, match="out/checkpoint-3 was made with num_processes 1, not 2: go on with that"):
+        checkpoint.check_layout({**checkpoint.layout, "num_processes": 2})
+
+
+def test_sigterm_to_all_processes_of_a_run_is_one_to_the_run(monkeypatch, tmp_path):
+    """As clusters send it: to the workers of the loader, too."""
+    train = Trainer(monkeypatch, "text in worker processes")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, train.module.__file__, *train.argv, "--max_steps", "100000"]
+    child = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        while not list_checkpoints(Path("out")):
+            assert child.poll() is None, child.stderr.read()
+            time.sleep(0.05)
+        os.killpg(child.pid, signal.SIGTERM)
+        _, stderr = child.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    assert child.returncode == 0 and "Traceback" not in stderr
+    for step in list_checkpoints(Path("out")):
+        read_checkpoint(Path(f"out/checkpoint-{step}"))
+    last = list_checkpoints(Path("out"))[-1]
+    assert list(train("--max_steps", "100000", stop=("sigterm", last))) == [last]
 
 
 def test_a_checkpoint_of_elsewhere_costs_no_other_run_its_own(tmp_path):
