@@ -188,7 +188,6 @@ def load_documents(args: DataArguments, seed: int) -> tuple[Dataset | IterableDa
             raise UsageError(f"{source} has no train split, only {', '.join(splits)}.")
         for split in splits.values():
             check_text_column(split, args.text_column, source)
-        splits = {name: split.select_columns([args.text_column]) for name, split in splits.items()}
     if "validation" in splits:
         return splits["train"], splits["validation"]
     if args.streaming:
@@ -265,9 +264,8 @@ def _blocks(rows: Iterable[list[int]], size: int) -> list[list[int]]:
 def encode_documents(
     documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments
 ) -> Dataset | IterableDataset:
-    """Sequences of documents, whose only column is their text."""
     on_disk = {} if args.streaming else {"num_proc": args.preprocessing_num_workers, "desc": "Tokenising"}
-    return documents.map(
+    return documents.select_columns([args.text_column]).map(
         encode,
         batched=True,
         remove_columns=[args.text_column],

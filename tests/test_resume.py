@@ -552,7 +552,7 @@ def test_a_pass_over_a_stream_begins_without_reading_it():
     tokenizer = PreTrainedTokenizerFast.from_pretrained("tokenizer")
     args = pretrain_mlm.DataArguments(streaming=True, line_by_line=True, shuffle_buffer_size=10, max_seq_length=16)
     unread = datasets.IterableDataset.from_generator(documents)
-    stream = pretrain_mlm.masked_stream(unread.select_columns(["text"]), tokenizer, args, 17, 0)
+    stream = pretrain_mlm.masked_stream(unread, tokenizer, args, 17, 0)
     assert not read
     assert set(next(iter(stream))) == {"input_ids", "attention_mask", "labels"} and len(read) == 30
 
