@@ -630,14 +630,24 @@ def test_no_room_for_the_log_or_for_the_batch_that_is_not_finite_is_one_sentence
             assert f"error: cannot write out/{file}" in sentence(train, capsys, "--max_nonfinite_steps", "0")
 
 
-def test_a_full_disk_is_one_sentence_wherever_it_is(train, capsys):
-    """Of a library's cache, for example."""
+def test_a_full_cache_is_named(train, capsys):
     with train.monkeypatch.context() as patch:
         patch.setattr(datasets.Dataset, "map", full)
         message = sentence(train, capsys)
-    assert message.endswith(
-        "error: [Errno 28] No space left on device: 'cache/file': make room there, then start again."
+    cache = datasets.config.HF_DATASETS_CACHE
+    assert f"error: cannot write into {cache}, where datasets keeps what it has read: [Errno 28] No space" in message
+    assert message.endswith("make room there, or set HF_DATASETS_CACHE to another folder.")
+
+
+def test_a_full_disk_is_one_sentence_whatever_is_written(capsys):
+    with pytest.raises(SystemExit) as exit:
+        run(full)
+    message = (
+        "error: [Errno 28] No space left on device: 'cache/file': make room there, or make it writable, then start"
     )
+    assert exit.value.code == 2 and message in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError):
+        run(lambda: Path("nowhere").read_text())
 
 
 def full(*_, **__):
