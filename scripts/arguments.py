@@ -30,10 +30,9 @@ class UsageError(Exception):
     """A failure that the user can mend: shown as one sentence, without a traceback."""
 
     def __init__(self, message: str):
+        # From a loader's worker comes the whole traceback, which ends with the sentence.
         name = type(self).__name__
-        if message.startswith(
-            f"Caught {name} in "
-        ):  # from a loader's worker comes the whole traceback of the sentence
+        if message.startswith(f"Caught {name} in "):
             message = message.rpartition(f".{name}: ")[2].strip()
         super().__init__(message)
 
