@@ -219,13 +219,13 @@ class LionLinear(nn.Linear):
 
     def _takes_convolution(self, x):
         return (
-            x.device.type == "cpu"
+            not is_tracing(x)
+            and x.device.type == "cpu"
             and x.dtype == self.weight.dtype == torch.float32
             and x.numel() >= TOKENS_OF_CONVOLUTION * self.in_features
             and type(self.weight) is nn.Parameter  # not quantised, not sharded
             and torch.backends.mkldnn.is_available()
             and not torch.is_autocast_enabled("cpu")
-            and not is_tracing(x)
         )
 
 
@@ -554,7 +554,9 @@ class LionPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, LionImageEmbeddings):
             for parameter in (module.cls_token, module.position_embeddings):
-                if parameter is not None:
+                if parameter is not None and self.config.initializer_range == 0:
+                    init.zeros_(parameter)  # torch would divide by it
+                elif parameter is not None:
                     init.trunc_normal_(parameter, std=self.config.initializer_range)
             if module.mask_token is not None:
                 init.zeros_(module.mask_token)
@@ -751,19 +753,18 @@ def _key_mask(attention_mask: torch.Tensor | None, shape: torch.Size) -> torch.T
         raise ValueError(
             f"`attention_mask` must be (batch, length) = {tuple(shape)}, got shape {tuple(attention_mask.shape)}"
         )
-    # Read on every device where it is floating point: an additive mask would say the opposite.
-    is_read = _is_free_to_read(attention_mask) or (
-        attention_mask.is_floating_point() and not is_tracing(attention_mask)
-    )
-    if is_read and ((attention_mask != 0) & (attention_mask != 1)).any():
+    is_real = attention_mask.bool()
+    if is_tracing(attention_mask):
+        return is_real  # in a traced graph no answer must be frozen
+    # Both at once: a device is waited for once. To know that nothing is masked saves more than that.
+    is_other, masks_nothing = torch.stack([(attention_mask != is_real).any(), is_real.all()]).tolist()
+    if is_other:
         raise ValueError(
             "`attention_mask` must be 1 for tokens that take part and 0 for others, "
             f"got values from {attention_mask.min()} to {attention_mask.max()}: neither an additive mask nor one that "
             "numbers sequences is accepted"
         )
-    attention_mask = attention_mask.bool()
-    # Asking costs less than masking; in a traced graph the answer must not be frozen.
-    return None if not is_tracing(attention_mask) and attention_mask.all() else attention_mask
+    return None if masks_nothing else is_real
 
 
 def _segment_ids(
@@ -1101,7 +1102,7 @@ class LionForMultipleChoice(LionPreTrainedModel):
         if labels is not None:
             _check_labels(labels, logits.shape[:1], num_choices)
             num_targets = _count_targets(labels, kwargs)["num_items_in_batch"]
-            loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / num_targets
+            loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / num_targets
 
         return MultipleChoiceModelOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions

@@ -8,6 +8,7 @@ before those of the command line: one parser, one set of checks.
 import argparse
 import dataclasses
 import difflib
+import errno
 import json
 import os
 import re
@@ -24,24 +25,41 @@ from transformers import HfArgumentParser
 
 
 RECIPES = Path(__file__).parent / "recipes"
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 class UsageError(Exception):
     """A failure that the user can mend: shown as one sentence, without a traceback."""
 
+    def __init__(self, message: str):
+        # From a loader's worker comes the whole traceback, which ends with the sentence.
+        name = type(self).__name__
+        if message.startswith(f"Caught {name} in "):
+            message = message.rpartition(f".{name}: ")[2].strip()
+        super().__init__(message)
+
 
 def run(main: Callable[[], None]) -> None:
-    """Run a script's `main`. A `UsageError` becomes one line on stderr and exit code 2.
+    """Run a script's `main`. A failure that the user can mend becomes one line on stderr and exit code 2: a `UsageError`,
+    and a disk that does not take what a library writes, its cache for example.
 
     What several processes have to say is said once, by the first of them, whichever that is.
     """
     try:
         main()
     except UsageError as error:
-        sentence = f"{Path(sys.argv[0]).name}: error: {one_line(error)}"
-        if is_first_to_say(sentence):
-            print(sentence, file=sys.stderr, flush=True)
-        sys.exit(2)
+        _fail(one_line(error))
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        _fail(f"{one_line(error)}: make room there, or make it writable, then start again.")
+
+
+def _fail(message: str) -> None:
+    sentence = f"{Path(sys.argv[0]).name}: error: {message}"
+    if is_first_to_say(sentence):
+        print(sentence, file=sys.stderr, flush=True)
+    sys.exit(2)
 
 
 def is_first_to_say(sentence: str) -> bool:

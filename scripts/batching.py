@@ -10,7 +10,7 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -206,7 +206,7 @@ class StreamedBatches:
     def __init__(
         self,
         accelerator: Accelerator,
-        stream: Callable[[int], IterableDataset],
+        stream: Callable[[int], Iterable[Any]],
         collator: Callable[[list[Any]], dict[str, Tensor]],
         *,
         batch_size: int,
@@ -265,9 +265,9 @@ def check_first_batch(accelerator: Accelerator, batches: Batches) -> None:
     try:
         next(batches)
     except UsageError as error:
-        failure = error
+        failure = str(error)
     finally:
         batches.close()
-    failures = [message for message in gather_object([failure and str(failure)]) if message]
+    failures = [message for message in gather_object([failure]) if message]
     if failures:
-        raise failure or UsageError(failures[0])
+        raise UsageError(failures[0])

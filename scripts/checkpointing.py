@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def clear_unfinished(output_dir: Path, after_step: int) -> None:
 def _remove(folder: Path, patterns: list[str]) -> None:
     for pattern in patterns:
         for path in folder.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            _discard(path)
 
 
 @contextmanager
@@ -116,17 +116,36 @@ def writing(path: Path) -> Iterator[None]:
     """Turn what goes wrong with writing `path` (a full disk, lost rights) into one sentence, and free its space.
 
     Raises:
-        UsageError: names the path, and the checkpoint that is there all the same.
+        UsageError: names the path, what to do, and the checkpoint that is there all the same.
     """
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
-        shutil.rmtree(unfinished(path), ignore_errors=True)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = why_not_written(error)
+        if reason is None:
+            raise
+        with suppress(OSError):
+            _discard(unfinished(path))
         steps = list_checkpoints(path.parent)
-        left = f"{checkpoint_folder(path.parent, steps[-1])} is complete" if steps else "there is no checkpoint yet"
+        left = f"{checkpoint_folder(path.parent, steps[-1])} is complete: " if steps else ""
         raise UsageError(
-            f"cannot write {path}: {one_line(error)}; {left}: make room, then start again with the same command."
+            f"cannot write {path}: {reason}; {left}make room there, or make it writable, then start again with the"
+            " same command."
         ) from error
+
+
+def why_not_written(error: Exception) -> str | None:
+    """What kept a file from being written, or None where that is not what the error is about."""
+    message = one_line(error)
+    if isinstance(error, OSError) or (isinstance(error, SafetensorError) and "I/O error" in message):
+        return message
+    if isinstance(error, RuntimeError) and ("inline_container" in message or "PytorchStreamWriter" in message):
+        return "the disk did not take all of a file"  # torch's archive writer tells only how far it has come
+    return None
+
+
+def _discard(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 # Manifests: what a folder consists of

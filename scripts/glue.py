@@ -13,7 +13,8 @@ from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 from lion_transformers.scripts.arguments import UsageError
-from lion_transformers.scripts.training import check_range, loading
+from lion_transformers.scripts.reading import loading
+from lion_transformers.scripts.training import check_range
 from lion_transformers.tokenization.corpus import files_arguments
 
 
@@ -142,6 +143,7 @@ class DataArguments:
 
     def __post_init__(self):
         check_range(self, ["max_seq_length"], low=1)
+        check_range(self, ["dataloader_num_workers"], low=0)
         if bool(self.dataset_name) == bool(self.data_dir):
             raise UsageError("give either a dataset_name (nyu-mll/glue) or a data_dir.")
 
@@ -208,7 +210,10 @@ def _read_tsv(task: Task, file: Path, split: str) -> Dataset:
     """One of GLUE's files, in which quotes mean nothing. Some rows of QQP lack fields: all readers leave them out."""
     columns = [*task.columns] if split.startswith("test") else [*task.columns, "label"]
     names = [task.tsv_columns.get(column, column) for column in columns]
-    with file.open(encoding="utf-8-sig", newline="\n") as lines:  # other characters that end lines are text
+    with (
+        loading(str(file)),
+        file.open(encoding="utf-8-sig", newline="\n") as lines,
+    ):  # other characters that end lines are text
         rows = [line.rstrip("\r\n").split("\t") for line in lines if line.strip()]
     if not rows:
         raise UsageError(f"{file} is empty.")

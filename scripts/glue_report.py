@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from lion_transformers.scripts.arguments import UsageError
-from lion_transformers.scripts.checkpointing import atomic_write, write_json
+from lion_transformers.scripts.checkpointing import atomic_write, write_json, writing
 from lion_transformers.scripts.glue import TASKS
 
 
@@ -92,10 +92,14 @@ def write_report(output_dir: Path, compared: dict[str, dict[str, Any]]) -> str:
     """glue.md, glue.json, glue.png and the submission in `output_dir`. Returns the table."""
     summaries = {output_dir.resolve().name: summarise(output_dir), **compared}
     table = f"{make_table(summaries)}\n{NOTES}\n"
-    write_json(output_dir / "glue.json", {"models": summaries})
-    atomic_write(output_dir / "glue.md", lambda file: file.write_text(table, encoding="utf-8"))
-    atomic_write(output_dir / "glue.png", functools.partial(plot, summaries))
-    collect_submission(output_dir)
+    with writing(output_dir / "glue.json"):
+        write_json(output_dir / "glue.json", {"models": summaries})
+    with writing(output_dir / "glue.md"):
+        atomic_write(output_dir / "glue.md", lambda file: file.write_text(table, encoding="utf-8"))
+    with writing(output_dir / "glue.png"):
+        atomic_write(output_dir / "glue.png", functools.partial(plot, summaries))
+    with writing(output_dir / "submission"):
+        collect_submission(output_dir)
     return table
 
 
@@ -154,9 +158,10 @@ def plot(summaries: dict[str, dict[str, Any]], file: Path) -> None:
 
 def write_predictions(folder: Path, name: str, predictions: list[str]) -> None:
     """A file of a submission: the number of every row of the test set, and what is predicted of it."""
-    folder.mkdir(exist_ok=True)
     lines = ["index\tprediction", *(f"{index}\t{prediction}" for index, prediction in enumerate(predictions))]
-    atomic_write(folder / name, lambda file: file.write_text("\n".join(lines) + "\n", encoding="utf-8"))
+    with writing(folder / name):
+        folder.mkdir(exist_ok=True)
+        atomic_write(folder / name, lambda file: file.write_text("\n".join(lines) + "\n", encoding="utf-8"))
 
 
 def collect_submission(output_dir: Path) -> None:

@@ -21,7 +21,8 @@ from transformers.hf_argparser import HfArg
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, PILImageResampling
 
 from lion_transformers.scripts.arguments import UsageError, one_line
-from lion_transformers.scripts.training import check_range, loading
+from lion_transformers.scripts.reading import loading
+from lion_transformers.scripts.training import check_range
 from lion_transformers.tokenization.corpus import files_arguments
 
 
@@ -64,6 +65,7 @@ class DataArguments:
     def __post_init__(self):
         check_range(self, ["validation_split_percentage"], low=0, below=100)
         check_range(self, ["max_train_samples", "max_eval_samples"], low=1)
+        check_range(self, ["dataloader_num_workers"], low=0)
         if sum(map(bool, (self.dataset_name, self.folders, self.files))) != 1:
             raise UsageError("give one of dataset_name, train_dir (validation_dir), train_file (validation_file).")
 
@@ -193,6 +195,8 @@ def _read_file(file: str, image_column: str | None) -> Dataset:
 
 
 def _resolve_paths(batch: dict[str, list], column: str, file: str) -> dict[str, list[str]]:
+    if not all(batch[column]):
+        raise UsageError(f"{file} has a row without {column}.")
     paths = [Path(file).parent / path for path in batch[column]]
     for path in paths:
         if not path.is_file():
@@ -275,14 +279,6 @@ def _column(rows: Dataset, column: str) -> list:
     return values
 
 
-class BrokenImageError(UsageError):
-    """An image that cannot be decoded, in one sentence."""
-
-    def __init__(self, message: str):
-        # From a loader's worker comes its whole traceback, which ends with the sentence.
-        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
-
-
 @dataclass
 class LabelledImages(torch.utils.data.Dataset):
     """Images with the ids of their classes.
@@ -311,11 +307,11 @@ class LabelledImages(torch.utils.data.Dataset):
             image = self.images[index][column]
         except Exception as error:  # Pillow's decoders raise whatever they come across
             path = self.images.cast_column(column, Image(decode=False))[index][column]["path"]
-            raise BrokenImageError(f"cannot read the image {path or 'without a name'}: {one_line(error)}") from error
+            raise UsageError(f"cannot read the image {path or 'without a name'}: {one_line(error)}") from error
         if image is None:
-            raise BrokenImageError(f"column {column} has a row without an image.")
+            raise UsageError(f"column {column} has a row without an image.")
         if image.mode.startswith(("I", "F")):  # Pillow would cut values above 255 off
-            raise BrokenImageError(
+            raise UsageError(
                 f"row {index} of the images has mode {image.mode}, more than 8 bits a channel: convert it first."
             )
         return image.convert(self.mode)

@@ -18,6 +18,8 @@ import functools
 import itertools
 import math
 import time
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel, set_seed
@@ -52,12 +55,14 @@ from lion_transformers.scripts.batching import (
     StreamedBatches,
     check_first_batch,
     derived_seed,
+    drawing_from,
     endless_batches,
     shuffle_stream,
     shuffled,
 )
 from lion_transformers.scripts.optimization import linear_schedule
 from lion_transformers.scripts.packing import PACKED_FEATURES, pack_documents
+from lion_transformers.scripts.reading import ReadStream, loading, preparing
 from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
     ArgumentGroups,
@@ -73,7 +78,6 @@ from lion_transformers.scripts.training import (
     check_range,
     evaluation_batches,
     load_tokenizer,
-    loading,
     prepare_training,
     start,
     stopping_on_sigterm,
@@ -87,6 +91,9 @@ class ModelArguments(training.ModelArguments):
         default=None, help="Folder or Hub name of the tokenizer (that of the model, if there is one)."
     )
     pad_vocab_to_multiple_of: int = HfArg(default=8, help="Round the model's vocabulary up to a multiple of this.")
+
+    def __post_init__(self):
+        check_range(self, ["pad_vocab_to_multiple_of"], low=1)
 
 
 @dataclass
@@ -124,7 +131,9 @@ class DataArguments:
     )
 
     def __post_init__(self):
-        check_range(self, ["max_seq_length"], low=1)
+        sizes = ["max_seq_length", "max_eval_samples", "shuffle_buffer_size", "preprocessing_num_workers"]
+        check_range(self, sizes, low=1)
+        check_range(self, ["dataloader_num_workers"], low=0)
         check_range(self, ["mlm_probability", "eval_mlm_probability"], low=0, below=1)
         check_range(self, ["validation_split_percentage"], low=0, below=100)
         if self.packing and self.line_by_line:
@@ -147,6 +156,7 @@ class PretrainingArguments(TrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         check_range(self, ["warmup_ratio", "final_lr_ratio"], low=0, below=1)
+        check_range(self, ["learning_rate"], low=0)
 
 
 # Data: documents → sequences of token ids → masked micro-batches
@@ -214,9 +224,9 @@ def encode(
     Packed: as `pack_documents` does it, within the batch, so that a stream has no state between batches.
 
     Raises:
-        UsageError: a document is too long to be tokenised at once.
+        UsageError: a document is none, or too long to be tokenised at once.
     """
-    texts = [text for text in batch[text_column] if text and not text.isspace()]
+    texts = [text for text in batch[text_column] if text and not _checked(text, text_column).isspace()]
     longest = max(map(len, texts), default=0)
     if longest > MAX_CHARACTERS:
         raise UsageError(
@@ -240,6 +250,12 @@ def encode(
     return {name: _blocks(encoded[name], max_seq_length) for name in SEQUENCE_FEATURES}
 
 
+def _checked(text: Any, text_column: str) -> str:
+    if not isinstance(text, str):  # as JSON can have it
+        raise UsageError(f"column {text_column} has {text!r:.50}, not text.")
+    return text
+
+
 def _blocks(rows: Iterable[list[int]], size: int) -> list[list[int]]:
     joined = list(itertools.chain.from_iterable(rows))
     return [joined[start : start + size] for start in range(0, len(joined) - size + 1, size)]
@@ -248,12 +264,11 @@ def _blocks(rows: Iterable[list[int]], size: int) -> list[list[int]]:
 def encode_documents(
     documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments
 ) -> Dataset | IterableDataset:
-    columns = list(next(iter(documents)))
     on_disk = {} if args.streaming else {"num_proc": args.preprocessing_num_workers, "desc": "Tokenising"}
-    return documents.map(
+    return documents.select_columns([args.text_column]).map(
         encode,
         batched=True,
-        remove_columns=columns,
+        remove_columns=[args.text_column],
         features=sequence_features(args),
         fn_kwargs={
             "tokenizer": tokenizer,
@@ -272,8 +287,32 @@ def mask_once(
     """The library's masking, drawn from the seed and the place in the data alone: every evaluation asks the same."""
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=mlm_probability, seed=seed + indices[0])
     examples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-    masked = [collator([example]) for example in examples]
-    return {name: [row[name][0].tolist() for row in masked] for name in masked[0]}
+    return _as_columns(collator([example]) for example in examples)
+
+
+def mask_by_content(
+    batch: dict[str, list], collator: DataCollatorForLanguageModeling, seed: int
+) -> dict[str, list[list[int]]]:
+    """The same, drawn from the seed and the sequence itself: its place in a stream depends on who else reads it.
+
+    Copies of a sequence that stand in one batch have targets of their own.
+    """
+    examples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+    copies: Counter[int] = Counter()
+
+    def mask(example: dict[str, list[int]]) -> dict[str, Tensor]:
+        content = zlib.crc32(np.asarray(example["input_ids"], dtype=np.int32))
+        copies[content] += 1
+        with drawing_from(seed, content, copies[content]):
+            return collator([example])
+
+    return _as_columns(map(mask, examples))
+
+
+def _as_columns(masked: Iterable[dict[str, Tensor]]) -> dict[str, list[list[int]]]:
+    """Batches of one sequence each → columns of a data set."""
+    rows = list(masked)
+    return {name: [row[name][0].tolist() for row in rows] for name in rows[0]}
 
 
 @dataclass
@@ -296,16 +335,19 @@ def masked_stream(
     """One pass over streamed documents as sequences with targets, all in an order and by chances of its own."""
     seed = derived_seed(seed, epoch)
     documents = shuffle_stream(documents, seed, args.shuffle_buffer_size)
-    return mask_sequences(encode_documents(documents, tokenizer, args), tokenizer, args.mlm_probability, seed)
+    sequences = encode_documents(documents, tokenizer, args)
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=args.mlm_probability)
+    masking = {"collator": collator, "seed": seed}
+    return sequences.map(mask_by_content, batched=True, remove_columns=sequences.column_names, fn_kwargs=masking)
 
 
 def mask_sequences(
-    sequences: Dataset | IterableDataset,
+    sequences: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     mlm_probability: float,
     seed: int,
     **options: Any,
-) -> Dataset | IterableDataset:
+) -> Dataset:
     """Sequences with targets that stay the same."""
     return sequences.map(
         mask_once,
@@ -328,8 +370,9 @@ def load_sequences(
     evaluation = encode_documents(evaluation, tokenizer, args)
     if args.streaming:
         # Evaluation needs a length, so that sequences are counted once over several processes.
-        first = itertools.islice(evaluation, args.max_eval_samples)
+        first = itertools.islice(ReadStream(evaluation), args.max_eval_samples)
         rows = list(datasets.utils.tqdm(first, desc="Reading the validation text", total=args.max_eval_samples))
+        check_not_empty(rows, "validation", args)
         evaluation = Dataset.from_list(rows, sequence_features(args))
         sequences = functools.partial(masked_stream, train, tokenizer, args, seed)
     else:
@@ -366,8 +409,9 @@ def train_batches(
         order = shuffled(len(sequences), seed)
         return endless_batches(accelerator, sequences, order, collator, seed=seed, start=start, **options)
 
-    def own_part(epoch: int) -> IterableDataset:
-        return split_dataset_by_node(sequences(epoch), accelerator.process_index, accelerator.num_processes)
+    def own_part(epoch: int) -> ReadStream:
+        part = split_dataset_by_node(sequences(epoch), accelerator.process_index, accelerator.num_processes)
+        return ReadStream(part)
 
     return StreamedBatches(accelerator, own_part, collator, **options)
 
@@ -565,7 +609,7 @@ def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoi
     model = load_model(model_args, tokenizer, data_args.max_seq_length)  # a wrong one is found before hours of reading
     if data_args.packing:
         check_packing(model.config)
-    with accelerator.main_process_first():
+    with accelerator.main_process_first(), preparing():
         train, evaluation = load_sequences(data_args, tokenizer, args.seed)
     max_steps = count_steps(args, train, global_batch_size)
     state = TrainerState(**checkpoint.state) if checkpoint else TrainerState(max_steps)
@@ -606,8 +650,8 @@ def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoi
 
 def train_and_save(pretraining: Pretraining, started: float) -> None:
     """The run; `started` is when the script was."""
-    pretraining.train()
-    results = pretraining.save_results(time.perf_counter() - started)
+    pretraining.train(started)
+    results = pretraining.save_results()
     if pretraining.accelerator.is_main_process:
         print(f"before: {describe(results['before'])}\nafter:  {describe(results['after'])}")
         print(f"{results['tokens_per_second']:,.0f} tokens per second; everything is in {pretraining.output_dir}")

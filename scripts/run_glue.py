@@ -52,6 +52,7 @@ from lion_transformers.scripts.arguments import (
     run,
 )
 from lion_transformers.scripts.batching import Batches, endless_batches, shuffled
+from lion_transformers.scripts.checkpointing import list_checkpoints
 from lion_transformers.scripts.glue import TASKS, DataArguments, Task, encode, load_task
 from lion_transformers.scripts.glue_report import (
     best_seed,
@@ -62,6 +63,7 @@ from lion_transformers.scripts.glue_report import (
     write_report,
 )
 from lion_transformers.scripts.optimization import linear_schedule
+from lion_transformers.scripts.reading import preparing
 from lion_transformers.scripts.resuming import FREE_ARGUMENTS as FREE_IN_A_RUN
 from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
@@ -76,6 +78,7 @@ from lion_transformers.scripts.training import (
     build_model,
     check_max_seq_length,
     check_range,
+    check_stop,
     evaluation_batches,
     load_pretrained_config,
     load_tokenizer,
@@ -151,9 +154,12 @@ class GlueArguments(TrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         check_range(self, ["warmup_ratio"], low=0, below=1)
+        check_range(self, ["learning_rate"], low=0)
         check_range(self, ["early_stopping_patience"], low=1)
         if unknown := [name for name in [*self.task_name, *self.tasks] if name not in {*TASKS, "all"}]:
             raise UsageError(f"GLUE has no task {unknown[0]}, only {', '.join(TASKS)}.")
+        if wrong := [seed for seed in self.seeds or [] if not 0 <= seed < 2**32]:
+            raise UsageError(f"seeds must be at least 0 and below {2**32}, got {wrong[0]}.")
         for name, settings in self.tasks.items():
             if not isinstance(settings, dict):
                 raise UsageError(f"the settings of {name} in tasks must be a mapping of arguments, got {settings}.")
@@ -251,8 +257,13 @@ def check_other_seeds(jobs: list[Job], output_dir: Path) -> None:
                 job.check_settings(folder, results)
 
 
-def check_resumed_run(folder: str | None, jobs: list[Job]) -> None:
-    """Refuse a checkpoint of none of the runs; the others go on from their last one anyway."""
+def check_resumed_run(args: GlueArguments, jobs: list[Job]) -> None:
+    """Refuse a checkpoint of none of the runs, and the last where none has any; all go on from theirs anyway."""
+    folder = args.resume_from_checkpoint
+    if folder is not None and args.overwrite_output_dir:
+        raise UsageError("overwrite_output_dir begins anew, resume_from_checkpoint goes on: give one of them.")
+    if folder == "latest" and not any(list_checkpoints(job.output_dir) for job in jobs):
+        raise UsageError(f"output_dir {args.output_dir} has no checkpoint to resume from.")
     if folder not in (None, "latest") and not any(job.arguments.training.resume_from_checkpoint for job in jobs):
         raise UsageError(f"resume_from_checkpoint {folder} lies in the folder of none of the runs that are asked for.")
 
@@ -518,7 +529,11 @@ def model_to_start_from(job: Job, output_dir: Path) -> ModelArguments:
 
 
 def train_and_save(job: Job, splits: dict[str, Dataset], tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> None:
-    """One run, from its beginning or its last checkpoint."""
+    """One run, from its beginning or its last checkpoint.
+
+    Raises:
+        StopRequested: in the middle of it; there is a checkpoint.
+    """
     started = time.perf_counter()
     accelerator, checkpoint = start(job.arguments.training, job.arguments.flat, FREE_ARGUMENTS)
     model_args = model_to_start_from(job, output_dir)
@@ -526,17 +541,13 @@ def train_and_save(job: Job, splits: dict[str, Dataset], tokenizer: PreTrainedTo
         tqdm.write(f"{job.task.title}, seed {job.seed}:")
     glue_run = prepare(job, model_args, splits, tokenizer, accelerator, checkpoint)
     begin(accelerator, "run_glue", job.arguments.flat, checkpoint)
-    with stopping_on_sigterm(accelerator):
-        glue_run.train()
+    try:
+        glue_run.train(started)
         glue_run.predict_test_sets()
-    glue_run.save_results(
-        time.perf_counter() - started,
-        task=job.task.name,
-        seed=job.seed,
-        started_from=model_args.model_name_or_path,
-    )
-    for tracker in accelerator.trackers:
-        tracker.finish()
+        glue_run.save_results(task=job.task.name, seed=job.seed, started_from=model_args.model_name_or_path)
+    finally:
+        for tracker in accelerator.trackers:
+            tracker.finish()
     accelerator.free_memory()
     accelerator.wait_for_everyone()  # for results.json, which says what is next
 
@@ -579,7 +590,7 @@ def main() -> None:
     arguments, jobs = parse(sys.argv[1:])
     args, output_dir = arguments.training, Path(arguments.training.output_dir)
     check_output_dir(output_dir, args.overwrite_output_dir)
-    check_resumed_run(args.resume_from_checkpoint, jobs)
+    check_resumed_run(args, jobs)
     compared = read_summaries(args.compare or [], output_dir.resolve().name)
     check_other_seeds(jobs, output_dir)
     pending = [job for job in jobs if args.overwrite_output_dir or not job.is_finished()]
@@ -588,12 +599,14 @@ def main() -> None:
     pending = [fit_batch_size(job, accelerator.num_processes) for job in pending]
     rows = load_tasks(pending, accelerator)
     tokenizer = load_task_tokenizer(arguments.model) if pending else None
-    for name, group in itertools.groupby(pending, key=lambda job: job.task.name):
-        runs = list(group)
-        with accelerator.main_process_first():
-            splits = encode(TASKS[name], rows.pop(name), tokenizer, runs[0].arguments.data.max_seq_length)
-        for job in runs:
-            train_and_save(job, splits, tokenizer, output_dir)
+    with stopping_on_sigterm(accelerator):
+        for name, group in itertools.groupby(pending, key=lambda job: job.task.name):
+            runs = list(group)
+            with accelerator.main_process_first(), preparing():
+                splits = encode(TASKS[name], rows.pop(name), tokenizer, runs[0].arguments.data.max_seq_length)
+            for job in runs:
+                check_stop(accelerator)
+                train_and_save(job, splits, tokenizer, output_dir)
     if accelerator.is_main_process:
         print(write_report(output_dir, compared))
         print(f"everything is in {output_dir}")

@@ -52,7 +52,7 @@ from transformers.utils import logging
 from lion_transformers.configuration_lion import as_pair
 from lion_transformers.scripts.arguments import UsageError, one_line, parse_arguments, run, why_not_loaded
 from lion_transformers.scripts.batching import Batches, check_first_batch, endless_batches, shuffled
-from lion_transformers.scripts.checkpointing import atomic_write, write_json
+from lion_transformers.scripts.checkpointing import atomic_write, write_json, writing
 from lion_transformers.scripts.images import (
     AugmentationArguments,
     DataArguments,
@@ -154,7 +154,7 @@ class ClassificationArguments(TrainingArguments):
         super().__post_init__()
         check_range(self, ["label_smoothing", "ema_decay"], low=0, below=1)
         check_range(self, ["final_learning_rate", "warmup_learning_rate", "warmup_epochs"], low=0)
-        if not self.base_learning_rate > 0:
+        if not 0 < self.base_learning_rate < math.inf:
             raise UsageError(f"base_learning_rate must be above 0, got {self.base_learning_rate}.")
 
 
@@ -433,7 +433,8 @@ def save_pictures(folder: Path, predictions: Predictions, images: LabelledImages
         "predictions.png": functools.partial(plot_predictions, predictions, images, names),
     }
     for name, plot in plots.items():
-        atomic_write(folder / name, plot)
+        with writing(folder / name):
+            atomic_write(folder / name, plot)
 
 
 def plot_confusion_matrix(predictions: Predictions, names: list[str], file: Path) -> None:
@@ -665,7 +666,7 @@ def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoi
 
 def train_and_save(classification: ClassificationRun, started: float) -> None:
     """The run; `started` is when the script was."""
-    classification.train()
+    classification.train(started)
     evaluator = classification.evaluator
     metrics, predictions = classification.latest or classification.evaluate_at(evaluator.first)
     resolutions = {evaluator.first: metrics}
@@ -674,7 +675,7 @@ def train_and_save(classification: ClassificationRun, started: float) -> None:
     is_main = classification.accelerator.is_main_process
     if is_main:
         save_pictures(classification.output_dir, predictions, evaluator.images, classification.final_model.config)
-    results = classification.save_results(time.perf_counter() - started, resolutions=resolutions)
+    results = classification.save_results(resolutions=resolutions)
     if is_main:
         print(f"before: {describe(results['before'])}")
         print_resolutions(resolutions)
@@ -695,7 +696,8 @@ def evaluate_and_save(arguments: Arguments, accelerator: Accelerator) -> None:
         resolutions = {resolution: each.metrics() for resolution, each in predictions.items()}
         output_dir = Path(arguments.training.output_dir)
         save_pictures(output_dir, predictions[evaluator.first], evaluator.images, model.config)
-        write_json(output_dir / "results.json", {"resolutions": resolutions, **provenance(model, arguments.flat)})
+        with writing(output_dir / "results.json"):
+            write_json(output_dir / "results.json", {"resolutions": resolutions, **provenance(model, arguments.flat)})
         print_resolutions(resolutions)
 
 

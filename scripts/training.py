@@ -24,7 +24,6 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, ProjectConfiguration, broadcast_object_list, set_seed
 from accelerate.utils import load as load_without_code
-from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import StrictDataclassError
 from matplotlib.figure import Figure
 from safetensors.torch import save_file
@@ -63,7 +62,6 @@ from lion_transformers.scripts.checkpointing import (
 )
 from lion_transformers.scripts.optimization import weight_decay_groups
 from lion_transformers.scripts.resuming import FREE_ARGUMENTS, Checkpoint, folder_to_resume, read_checkpoint
-from lion_transformers.tokenization.corpus import CorpusError
 
 
 VERSIONED_MODULES = [lion_transformers, torch, transformers, accelerate, datasets]
@@ -152,8 +150,12 @@ class TrainingArguments:
     def __post_init__(self):
         self.save_steps = self.save_steps or self.eval_steps
         positive = ["per_device_train_batch_size", "per_device_eval_batch_size", "logging_steps", "eval_steps"]
-        check_range(self, [*positive, "save_steps", "save_total_limit"], low=1)
-        check_range(self, ["max_nonfinite_steps"], low=0)
+        check_range(self, [*positive, "save_steps", "save_total_limit", "global_train_batch_size"], low=1)
+        check_range(self, ["max_nonfinite_steps", "adam_epsilon", "weight_decay", "max_grad_norm"], low=0)
+        check_range(self, ["adam_beta1", "adam_beta2"], low=0, below=1)
+        check_range(self, ["seed"], low=0, below=2**32)
+        if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
+            raise UsageError(f"num_train_epochs must be above 0 where max_steps is not, got {self.num_train_epochs}.")
         if self.eval_steps and self.save_steps % self.eval_steps:
             raise UsageError(f"save_steps {self.save_steps} is not a multiple of eval_steps {self.eval_steps}.")
 
@@ -266,7 +268,8 @@ def begin(accelerator: Accelerator, name: str, arguments: dict[str, Any], checkp
     if accelerator.is_main_process:
         clear_output_dir(output_dir) if checkpoint is None else clear_unfinished(output_dir, after_step=step)
     options = {"tensorboard": {"purge_step": step + 1}} if step else {}
-    accelerator.init_trackers(name, {argument: str(value) for argument, value in arguments.items()}, options)
+    with writing(output_dir / "runs"):
+        accelerator.init_trackers(name, {argument: str(value) for argument, value in arguments.items()}, options)
 
 
 # The end of a run that the machine's owner asks for
@@ -310,9 +313,18 @@ def evaluation_batches(
     """
     for batch in tqdm(loader, desc=description, leave=False, disable=not accelerator.is_main_process):
         yield batch
-        (stop,) = in_any_process(accelerator, _stop.is_set())
-        if stop:
-            raise StopRequested
+        check_stop(accelerator)
+
+
+def check_stop(accelerator: Accelerator) -> None:
+    """To be called by all processes.
+
+    Raises:
+        StopRequested: one has been sent SIGTERM.
+    """
+    (stop,) = in_any_process(accelerator, _stop.is_set())
+    if stop:
+        raise StopRequested
 
 
 def accumulation_steps(global_batch_size: int | None, per_device_batch_size: int, num_processes: int) -> int:
@@ -325,18 +337,6 @@ def accumulation_steps(global_batch_size: int | None, per_device_batch_size: int
             f" ({per_device_batch_size} per device × {num_processes} processes)."
         )
     return steps
-
-
-@contextmanager
-def loading(source: str) -> Iterator[None]:
-    """Turn what `datasets` raises about `source` into one sentence."""
-    try:
-        yield
-    except CorpusError as error:
-        raise UsageError(one_line(error)) from error
-    except (DatasetsError, OSError, ValueError) as error:
-        # "An error occurred while generating the dataset" has the reason as its cause.
-        raise UsageError(f"cannot load {source}: {one_line(error.__cause__ or error)}") from error
 
 
 def build_model(args: ModelArguments, auto_class: type, settings: dict[str, Any], **loading: Any) -> PreTrainedModel:
@@ -518,6 +518,7 @@ class TrainerState:
     step: int = 0
     units: int = 0  # tokens or images seen, as far as they are logged
     train_seconds: float = 0.0  # without evaluation and saving
+    wall_seconds: float = 0.0  # of what a resumed run goes on from
     best_step: int | None = None  # among the checkpoints
     best_metric: float | None = None
     nonfinite_steps: int = 0  # the last updates, as far as their loss was not finite
@@ -553,6 +554,7 @@ class TrainingRun:
     # Of the updates that are not in the state yet: loss of this process, numbers of terms and units (2,) of all.
     updates: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)
     timer: float = field(default=0.0, init=False)  # when the first of them began
+    started: float = field(default=0.0, init=False)  # when the script was, by the same clock
     grad_norm: Tensor | None = field(default=None, init=False)  # of the last update, before clipping
     saved_step: int | None = field(default=None, init=False)  # of the last checkpoint
 
@@ -618,13 +620,22 @@ class TrainingRun:
         if checkpoint.folder.resolve() == checkpoint_folder(self.output_dir, self.state.step).resolve():
             self.saved_step = self.state.step
 
-    def train(self) -> None:
+    @property
+    def wall_seconds(self) -> float:
+        """Since the script was started, and what went before the checkpoint that it has gone on from."""
+        return self.state.wall_seconds + time.perf_counter() - self.started
+
+    def train(self, started: float) -> None:
         """Evaluate, update, save and log until the last update; a stopped run goes on where it was.
+
+        Args:
+            started: when the script was, by `time.perf_counter`.
 
         Raises:
             StopRequested: after the update in which a process was asked to stop, or in the middle of an evaluation;
                 there is a checkpoint.
         """
+        self.started = started
         state, bar = self.state, self.accelerator.is_main_process
         progress = tqdm(total=state.max_steps, initial=state.step, desc="Training", unit="step", disable=not bar)
         try:
@@ -644,7 +655,7 @@ class TrainingRun:
             raise
         finally:
             self.batches.close()
-        progress.close()
+            progress.close()
         if self.load_best_model_at_end:
             if self.state.best_step is None:  # it has stopped early, before the first step that is saved
                 self.note_if_best(self.last_evaluation)
@@ -710,7 +721,8 @@ class TrainingRun:
                 for number, batch in enumerate(micro_batches)
                 for name, tensor in batch.items()
             }
-            atomic_write(file, functools.partial(save_file, tensors))
+            with writing(file):
+                atomic_write(file, functools.partial(save_file, tensors))
             raise UsageError(
                 f"the loss or its gradient was not finite in {state.nonfinite_steps} updates in a row, up to step"
                 f" {step}, whose batch is in {file}: look at it, or try a lower learning rate."
@@ -753,7 +765,8 @@ class TrainingRun:
     def log(self, metrics: dict[str, float]) -> None:
         self.state.history.append({"step": self.state.step, **metrics})
         names = {name: f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}" for name in metrics}
-        self.accelerator.log({names[name]: value for name, value in metrics.items()}, step=self.state.step)
+        with writing(self.output_dir / "runs"):
+            self.accelerator.log({names[name]: value for name, value in metrics.items()}, step=self.state.step)
 
     def save_checkpoint(self) -> None:
         """A folder that the Auto classes load, with the states of optimizer, schedule and generators."""
@@ -768,7 +781,8 @@ class TrainingRun:
             if is_main:
                 torch.save(self.scheduler.state_dict(), unfinished(folder) / SCHEDULER_FILE)
                 self.save_checkpoint_files(unfinished(folder))
-                write_json(unfinished(folder) / "trainer_state.json", asdict(self.state))
+                state = {**asdict(self.state), "wall_seconds": self.wall_seconds}
+                write_json(unfinished(folder) / "trainer_state.json", state)
             self.accelerator.wait_for_everyone()
             if is_main:
                 write_manifest(unfinished(folder), arguments=self.record, layout=self.layout)
@@ -784,7 +798,7 @@ class TrainingRun:
         if metric > best if self.greater_is_better else metric < best:
             self.state.best_step, self.state.best_metric = self.state.step, metric
 
-    def save_results(self, wall_seconds: float, **more: Any) -> dict[str, Any]:
+    def save_results(self, **more: Any) -> dict[str, Any]:
         """The model, a plot and, last of all, results.json with `more` in it: where it is, the run is complete.
 
         All processes have to ask, the main one writes.
@@ -799,22 +813,25 @@ class TrainingRun:
             "steps": self.state.step,
             self.unit: self.state.units,
             f"{self.unit}_per_second": self.state.units / self.state.train_seconds,
-            "wall_seconds": wall_seconds,
+            "wall_seconds": self.wall_seconds,
             **provenance(self.final_model, self.record),
             "history": self.state.history,
         }
         if self.accelerator.is_main_process:
             plot = functools.partial(plot_losses, self.state.history, self.loss_label)
-            atomic_write(self.output_dir / "loss_curve.png", plot)
-            write_json(self.output_dir / "results.json", results)
+            with writing(self.output_dir / "loss_curve.png"):
+                atomic_write(self.output_dir / "loss_curve.png", plot)
+            with writing(self.output_dir / "results.json"):
+                write_json(self.output_dir / "results.json", results)
         return results
 
     def save_model(self) -> None:
         folder = self.output_dir / "model"
-        save_whole_model(self.accelerator, self.final_model, unfinished(folder))
-        if self.accelerator.is_main_process:
-            self.save_processor(unfinished(folder))
-            publish_files(folder, self.output_dir)
+        with writing(folder):
+            save_whole_model(self.accelerator, self.final_model, unfinished(folder))
+            if self.accelerator.is_main_process:
+                self.save_processor(unfinished(folder))
+                publish_files(folder, self.output_dir)
 
 
 def provenance(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:

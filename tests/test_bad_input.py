@@ -8,6 +8,8 @@ import json
 import re
 from pathlib import Path
 
+import pandas
+import PIL.Image
 import pytest
 import torch
 import training_checks
@@ -24,7 +26,7 @@ from lion_transformers import (
     LionForTokenClassification,
     LionModel,
 )
-from lion_transformers.scripts import pretrain_mlm
+from lion_transformers.scripts import pretrain_mlm, run_glue, train_image_classification
 from lion_transformers.tokenization import build_character_tokenizer
 
 
@@ -88,6 +90,7 @@ POSITIONS = "`position_ids` must be at least 0 and below `max_position_embedding
             f"{MASK_VALUES} 2 to 2: neither an additive mask nor one that",
         ),
         ({"input_ids": IDS, "attention_mask": full(-1)}, f"{MASK_VALUES} -1 to -1"),
+        ({"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 2, 2, 3, 3, 3, 0]] * 2)}, f"{MASK_VALUES} 0 to 3"),
         ({"input_ids": IDS, "attention_mask": full(torch.nan, dtype=torch.float32)}, f"{MASK_VALUES} nan to nan"),
         ({"input_ids": IDS, "attention_mask": full(0.5, dtype=torch.float32)}, f"{MASK_VALUES} 0.5 to 0.5"),
         (
@@ -219,6 +222,12 @@ def test_floating_labels_of_the_shape_of_classes_are_refused_by_a_model_that_has
         model(IDS, labels=torch.zeros(2))
 
 
+def test_labels_of_choices_may_have_an_axis_of_one():
+    model, labels = build(LionForMultipleChoice), torch.tensor([1, 0])
+    ids = torch.stack([IDS, IDS.flip(-1)])
+    assert torch.equal(model(ids, labels=labels[:, None]).loss, model(ids, labels=labels).loss)
+
+
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_labels_of_sequences_may_have_an_axis_of_one(num_labels):
     model = build(LionForSequenceClassification, num_labels=num_labels)
@@ -275,15 +284,76 @@ def test_fields_of_the_configuration(fields, message):
         LionConfig(**{**TEXT, **fields})
 
 
+def test_weights_may_begin_at_zero():
+    model = LionModel(LionConfig(**IMAGE, position_embedding_type="absolute", initializer_range=0.0))
+    assert model.embeddings.cls_token.count_nonzero() == model.embeddings.position_embeddings.count_nonzero() == 0
+
+
 def test_an_unknown_activation():
     with pytest.raises(ValueError, match=r"`hidden_act` must be one of gelu, .*, got 'geluu'"):
         LionModel(LionConfig(**TEXT, hidden_act="geluu"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Arguments of scripts
+# ---------------------------------------------------------------------------------------------------------------------
+
+OF_ALL = {
+    **{name: ["0", "-1"] for name in ["per_device_train_batch_size", "global_train_batch_size", "eval_steps"]},
+    **{name: ["0", "-1"] for name in ["per_device_eval_batch_size", "logging_steps", "save_total_limit"]},
+    **{name: ["-1", "nan", "inf"] for name in ["adam_epsilon", "weight_decay", "max_grad_norm"]},
+    **{name: ["-0.1", "1", "nan"] for name in ["adam_beta1", "adam_beta2"]},
+    **{name: ["-1"] for name in ["max_nonfinite_steps", "dataloader_num_workers"]},
+    "seed": ["-1", "4294967296"],
+    "num_train_epochs": ["0", "-1", "nan", "inf"],
+}
+OF_EACH = {
+    pretrain_mlm: {
+        **{name: ["0", "-1"] for name in ["max_seq_length", "max_eval_samples", "shuffle_buffer_size"]},
+        **{name: ["0", "-1"] for name in ["preprocessing_num_workers", "pad_vocab_to_multiple_of"]},
+        **{name: ["-0.1", "1", "nan"] for name in ["mlm_probability", "warmup_ratio", "final_lr_ratio"]},
+        "learning_rate": ["-1", "nan", "inf"],
+        "validation_split_percentage": ["-1", "100", "nan"],
+    },
+    run_glue: {
+        "learning_rate": ["-1", "nan", "inf"],
+        "seeds": ["-1", "4294967296"],
+        "early_stopping_patience": ["0"],
+        "warmup_ratio": ["-0.1", "1", "nan"],
+        "max_seq_length": ["0"],
+    },
+    train_image_classification: {
+        **{name: ["0", "-1"] for name in ["max_train_samples", "max_eval_samples", "repeated_augmentation"]},
+        **{name: ["-1", "nan", "inf"] for name in ["mixup", "cutmix", "color_jitter", "warmup_epochs"]},
+        **{name: ["-0.1", "1", "nan"] for name in ["label_smoothing", "ema_decay"]},
+        **{name: ["0", "1.1", "nan"] for name in ["min_crop_scale", "crop_pct"]},
+        "base_learning_rate": ["0", "-1", "nan", "inf"],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (module, name, value)
+        for module, own in OF_EACH.items()
+        for name, values in {**OF_ALL, **own}.items()
+        for value in values
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_anything_is_read(module, name, value, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    argv = ["--output_dir", "out", "--dataset_name", "nobody/nothing", f"--{name}", value]
+    error = training_checks.fails_with(module, monkeypatch, capsys, *argv)
+    assert f"error: {name} must be " in error and "got " in error
+    assert not Path("out").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Files of scripts
 # ---------------------------------------------------------------------------------------------------------------------
 
+IN_WORKERS = [["--streaming", "--dataloader_num_workers", "1"], ["--preprocessing_num_workers", "2"]]
 TINY_LION = ["--config", ",".join(f"{name}={value}" for name, value in SIZES.items())]
 pretrain = functools.partial(training_checks.run_script, pretrain_mlm)
 pretraining_fails = functools.partial(training_checks.fails_with, pretrain_mlm)
@@ -311,6 +381,38 @@ def test_binary_garbage_is_no_table(corpus, monkeypatch, capsys, name):
     Path(name).write_bytes(bytes(range(256)) * 40)
     files = ["--train_file", name, "--validation_file", name]
     assert f"cannot load {name}" in pretraining_fails(monkeypatch, capsys, *corpus, *files)
+    files = ["--train_file", f"good{name[7:]}", name, "--validation_file", name]
+    good = pandas.DataFrame({"text": ["the cat sees a bird in the garden"] * 40})
+    good.to_csv("good.csv"), good.to_parquet("good.parquet"), good.to_json("good.jsonl", orient="records", lines=True)
+    assert f"cannot load {name}: " in pretraining_fails(monkeypatch, capsys, *corpus, *files)
+
+
+@pytest.mark.parametrize("options", [[], ["--streaming"], IN_WORKERS[0]], ids=str)
+def test_what_is_not_text_among_texts_is_shown(corpus, monkeypatch, capsys, options):
+    """JSON has a type for every value."""
+    rows = [{"text": "the cat sees a bird in the garden"}] * 40
+    Path("good.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("mixed.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"text": 5}])))
+    files = ["--train_file", "mixed.jsonl", "--validation_file", "good.jsonl"]
+    error = pretraining_fails(monkeypatch, capsys, *corpus, *files, *options)
+    assert error == "pretrain_mlm.py: error: column text has 5, not text."
+
+
+@pytest.mark.parametrize("options", [[], ["--streaming"]], ids=str)
+def test_a_validation_text_without_a_sequence_is_refused(corpus, monkeypatch, capsys, options):
+    Path("blank.txt").write_text("\n \n\n")
+    error = pretraining_fails(monkeypatch, capsys, *corpus, "--validation_file", "blank.txt", *options)
+    assert error.endswith("the validation text is too small for one sequence of 16 tokens.")
+
+
+@pytest.mark.parametrize("path", [None, ""])
+def test_a_row_without_an_image_is_none(isolated_run, monkeypatch, capsys, path):
+    PIL.Image.new("RGB", (8, 8)).save("x.png")
+    rows = [{"image": "x.png", "label": "a"}, {"image": "x.png", "label": "b"}, {"image": path, "label": "b"}]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    argv = ["--train_file", "rows.jsonl", "--output_dir", "out", *TINY_LION]
+    error = training_checks.fails_with(train_image_classification, monkeypatch, capsys, *argv)
+    assert error.endswith("error: rows.jsonl has a row without image.")
 
 
 def test_missing_cells_are_no_documents(corpus, monkeypatch):
@@ -319,8 +421,8 @@ def test_missing_cells_are_no_documents(corpus, monkeypatch):
     assert json.loads(Path("out/results.json").read_text())["after"]["eval_targets"] > 0
 
 
-@pytest.mark.parametrize("options", [[], ["--streaming"], ["--packing"], ["--line_by_line"]], ids=str)
+@pytest.mark.parametrize("options", [[], ["--streaming"], ["--packing"], ["--line_by_line"], *IN_WORKERS], ids=str)
 def test_a_line_of_50_megabytes_is_refused(corpus, monkeypatch, capsys, options):
     Path("long.txt").write_text("the dog\n" + "the cat sees a bird " * 2_500_000 + "\nthe dog\n")
     error = pretraining_fails(monkeypatch, capsys, *corpus, "--train_file", "long.txt", *options)
-    assert "a document has 50,000,000 characters, more than the 10,000,000 that are tokenised at once" in error
+    assert error.startswith("pretrain_mlm.py: error: a document has 50,000,000 characters, more than the 10,000,000 t")

@@ -1,32 +1,42 @@
 """Stopping a run of any training script and going on with it: the same examples, the same weights, nothing lost."""
 
+import contextlib
 import errno
+import itertools
 import json
 import os
 import random
+import re
+import resource
 import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import datasets
 import divided_run
 import numpy as np
+import pandas
 import PIL.Image
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from datasets.distributed import split_dataset_by_node
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.utils.data import DataLoader
 from training_checks import TWO_CPUS, run_and_check, run_command
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lion_transformers.scripts import pretrain_mlm, run_glue, train_image_classification, training
+from lion_transformers.scripts import glue_report, pretrain_mlm, run_glue, train_image_classification, training
 from lion_transformers.scripts.arguments import UsageError, run
-from lion_transformers.scripts.checkpointing import clear_output_dir, list_checkpoints
+from lion_transformers.scripts.checkpointing import clear_output_dir, list_checkpoints, writing
 from lion_transformers.scripts.resuming import read_checkpoint
+from lion_transformers.tokenization.corpus import load_files
 
 
 pytestmark = pytest.mark.usefixtures("isolated_run")
@@ -77,6 +87,11 @@ def packed_mlm(command):
     return module, [each.replace("--line_by_line", "--packing") for each in argv]
 
 
+def without_dropout(command):
+    module, argv = command
+    return module, [each.replace("hidden_dropout_prob=0.2", "hidden_dropout_prob=0.0") for each in argv]
+
+
 def glue():
     write_tokenizer()
     Path("data/SST-2").mkdir(parents=True)
@@ -107,6 +122,8 @@ def images():
 
 KINDS = {
     "text": mlm,
+    "text without dropout": lambda: without_dropout(mlm()),
+    "streamed text without dropout": lambda: without_dropout(streamed_mlm()),
     "text in worker processes": lambda: mlm("--dataloader_num_workers", "2"),
     "streamed text": streamed_mlm,
     "streamed text in a worker process": lambda: streamed_mlm("--dataloader_num_workers", "1"),
@@ -248,7 +265,60 @@ def test_the_tracker_has_every_step_once(monkeypatch):
     assert [event.step for event in events.Scalars("eval/loss")] == [0, 3, 6, 9, 10]
 
 
+def test_seconds_and_units_are_counted_over_all_that_a_run_was_stopped_in(monkeypatch):
+    train = Trainer(monkeypatch, "text")
+    train("--output_dir", "whole")
+    with monkeypatch.context() as patch:
+        clock = itertools.count(step=100.0)
+        patch.setattr(time, "perf_counter", lambda: next(clock))
+        train(stop=("sigterm", 4))
+    first_leg = json.loads(Path("out/checkpoint-5/trainer_state.json").read_text())["wall_seconds"]
+    assert first_leg > 1000
+    train(stop=("sigterm", 6))
+    train()
+    results, whole = (json.loads(Path(folder, "results.json").read_text()) for folder in ("out", "whole"))
+    assert first_leg < results["wall_seconds"] < first_leg + 100
+    assert results["tokens"] == whole["tokens"] and results["steps"] == whole["steps"]
+    assert results["tokens_per_second"] < whole["tokens"] / 100  # the seconds of training are among them
+
+
+@pytest.mark.parametrize("moment", ["predict_test_sets", "save_results", "save_model"])
+def test_glue_that_is_sent_sigterm_at_the_end_of_a_run_stops_before_the_next(monkeypatch, moment):
+    """Test sets are evaluated anew, what is being saved is saved; the other run is not begun."""
+    train = Trainer(monkeypatch, "GLUE")
+    train.argv += ["--seeds", "1", "2"]
+    function = getattr(run_glue.GlueRun, moment)
+
+    def interrupted(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return function(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_glue.GlueRun, moment, interrupted)
+        patch.setattr(sys, "argv", [train.module.__file__, *train.argv])
+        with pytest.raises(SystemExit) as exit:
+            run_glue.main()
+    assert exit.value.code == 0
+    assert list_checkpoints(Path("out/sst2/seed-1"))[-1] == 10 and not Path("out/sst2/seed-2").exists()
+    assert Path("out/sst2/seed-1/results.json").exists() == (moment != "predict_test_sets")
+    assert not Path("out/glue.json").exists()
+    assert list(train()) == list(range(10))  # of the second run alone
+    for seed in (1, 2):
+        assert json.loads(Path(f"out/sst2/seed-{seed}/results.json").read_text())["steps"] == 10
+        assert len(Path(f"out/sst2/seed-{seed}/predictions/SST-2.tsv").read_text().splitlines()) == 6
+    assert Path("out/glue.json").exists()
+
+
 # What a run refuses to go on from
+
+
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_where_there_is_no_checkpoint_none_can_be_gone_on_from(monkeypatch, capsys, kind):
+    train = Trainer(monkeypatch, kind)
+    message = failure(train, capsys, "--resume_from_checkpoint", "latest")
+    assert message.endswith("error: output_dir out has no checkpoint to resume from.")
+    message = failure(train, capsys, "--resume_from_checkpoint", "latest", "--overwrite_output_dir")
+    assert message.endswith("begins anew, resume_from_checkpoint goes on: give one of them.")
 
 
 @pytest.fixture
@@ -263,11 +333,18 @@ def train(monkeypatch):
 def failure(train, capsys, *options):
     """The one sentence of a run that is refused, which has left the checkpoints as they are."""
     before = sorted(Path(".").rglob("checkpoint-*"))
+    message = sentence(train, capsys, *options)
+    assert sorted(Path(".").rglob("checkpoint-*")) == before
+    return message
+
+
+def sentence(train, capsys, *options):
+    """The last line of a run that fails."""
     with train.monkeypatch.context() as patch:
         patch.setattr(sys, "argv", [train.module.__file__, *train.argv, *options])
         with pytest.raises(SystemExit) as exit:
             run(train.module.main)
-    assert exit.value.code == 2 and sorted(Path(".").rglob("checkpoint-*")) == before
+    assert exit.value.code == 2
     message = capsys.readouterr().err
     assert "Traceback" not in message
     return message.splitlines()[-1]
@@ -307,6 +384,24 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named(train, capsys):
     assert list_checkpoints(Path("out"))[-1] == 10
     assert list(train("--resume_from_checkpoint", "out/checkpoint-9", "--output_dir", "elsewhere")) == [9]
     assert list_checkpoints(Path("elsewhere")) == [10]
+
+
+@pytest.mark.parametrize("kind", ["GLUE", "images"])
+def test_other_runs_go_on_from_the_checkpoint_that_is_named_too(monkeypatch, kind):
+    train = Trainer(monkeypatch, kind)
+    train.argv += ["--save_total_limit", "5"]
+    train(stop=("sigterm", 6))
+    folder = train.folder("out")
+    assert list_checkpoints(folder)[-1] == 7
+    assert list(train("--resume_from_checkpoint", str(folder / "checkpoint-6"))) == list(range(6, 10))
+    assert 7 not in list_checkpoints(folder)  # of the time line that has been left
+
+
+def test_a_checkpoint_of_another_script_is_refused(train, capsys):
+    train.module, train.argv = pretrain_mlm, Trainer(train.monkeypatch, "streamed text").argv
+    assert "out/checkpoint-7 was made with " in failure(train, capsys)
+    images = Trainer(train.monkeypatch, "images")
+    assert "out/checkpoint-7 was made with " in failure(images, capsys)
 
 
 def test_the_latest_checkpoint_is_the_one_of_the_highest_step(train):
@@ -352,27 +447,218 @@ def test_checkpoints_of_other_runs_are_refused(train, capsys):
 
 def test_a_batch_may_be_divided_otherwise(monkeypatch):
     """The same positions, in batches of two instead of four and with worker processes: the same weights to 1e-6."""
-    train = Trainer(monkeypatch, "text")
-    train.argv = [each.replace("hidden_dropout_prob=0.2", "hidden_dropout_prob=0.0") for each in train.argv]
+    train = Trainer(monkeypatch, "text without dropout")
     train("--output_dir", "whole")
     train(stop=("sigterm", 4))
     train("--per_device_train_batch_size", "2", "--dataloader_num_workers", "1", "--logging_steps", "2")
     assert_same_run(Path("out"), Path("whole"))
 
 
+# Streams
+
+
+@pytest.mark.parametrize(("ending", "workers"), [("txt", "0"), ("csv", "0"), ("jsonl", "0"), ("csv", "1")])
+def test_a_broken_file_of_a_stream_is_named(monkeypatch, capsys, ending, workers):
+    train = Trainer(monkeypatch, "streamed text")
+    for name in ["good", "broken", "valid"]:
+        write_table(f"{name}.{ending}", write_lines("lines.txt", 9))
+    with Path(f"broken.{ending}").open("ab") as file:
+        file.write({"txt": b"\xff\xfe", "csv": b"a,b,c,d\n", "jsonl": b'{"text": \n'}[ending])
+    files = ["--train_file", f"good.{ending}", f"broken.{ending}", "--validation_file", f"valid.{ending}"]
+    message = failure(train, capsys, *files, "--dataloader_num_workers", workers)
+    assert message.startswith(f"pretrain_mlm.py: error: cannot read broken.{ending}: ")
+    files[1], files[4] = files[4], files[2]  # of the validation text
+    message = failure(train, capsys, *files)
+    assert re.match(f"pretrain_mlm.py: error: cannot (load|read) broken.{ending}: ", message)
+
+
+def test_a_stream_that_breaks_off_costs_no_checkpoint(monkeypatch, capsys):
+    """A CSV file is read by 10,000 rows: the one that is wrong is met in the fifth update."""
+    train = Trainer(monkeypatch, "streamed text")
+    write_table("valid.csv", write_lines("lines.txt", 9))
+    write_table("late.csv", write_lines("lines.txt", 12_000))
+    whole = Path("late.csv").read_text()
+    Path("late.csv").write_text(whole + "a,b,c,d\n")
+    batches = "--global_train_batch_size 2048 --per_device_train_batch_size 1024 --eval_steps 1 --max_steps 5"
+    files = "--train_file late.csv --validation_file valid.csv"
+    options = [*batches.split(), *files.split()]
+    assert sentence(train, capsys, *options).startswith("pretrain_mlm.py: error: cannot read late.csv: ")
+    assert list_checkpoints(Path("out"))[-1] == 4
+    Path("late.csv").write_text(whole)
+    assert list(train(*options)) == [4]
+
+
+def write_table(file, lines):
+    rows = pandas.DataFrame({"text": lines})
+    if file.endswith("txt"):
+        Path(file).write_text("\n".join(lines) + "\n")
+    elif file.endswith("csv"):
+        rows.to_csv(file, index=False)
+    else:
+        rows.to_json(file, orient="records", lines=True)
+
+
+def targets_of_a_pass(epoch=0, workers=0, rank=0, world=1, files=("0.txt", "1.txt")):
+    """Tokens of a sequence → what is to be predicted of it, in the order in which a process meets them."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained("tokenizer")
+    args = pretrain_mlm.DataArguments(streaming=True, line_by_line=True, shuffle_buffer_size=10, max_seq_length=16)
+    stream = pretrain_mlm.masked_stream(load_files(files), tokenizer, args, 17, epoch)
+    loader = DataLoader(split_dataset_by_node(stream, rank, world), batch_size=None, num_workers=workers)
+    rows = [{name: list(map(int, row[name])) for name in ("input_ids", "labels")} for row in loader]
+    return {
+        tuple(
+            token if label == -100 else label for token, label in zip(row["input_ids"], row["labels"], strict=True)
+        ): (row["labels"])
+        for row in rows
+    }
+
+
+def places(targets):
+    return [[label != -100 for label in labels] for labels in targets.values()]
+
+
+def test_targets_of_a_stream_differ_from_pass_to_pass_and_process_to_process_not_with_workers(monkeypatch):
+    write_tokenizer()
+    for number in range(2):  # sequences of one length, whose places to predict can be compared
+        rng = random.Random(number)
+        Path(f"{number}.txt").write_text("\n".join(" ".join(rng.choices(WORDS, k=12)) for _ in range(40)) + "\n")
+    alone = targets_of_a_pass()
+    assert len(alone) == 80 and targets_of_a_pass() == alone
+    assert targets_of_a_pass(workers=1) == targets_of_a_pass(workers=2) == alone
+    other_pass = targets_of_a_pass(epoch=1)
+    assert other_pass.keys() == alone.keys() and sum(other_pass[each] != alone[each] for each in alone) > 70
+    ranks = [targets_of_a_pass(rank=rank, world=2) for rank in range(2)]
+    assert {**ranks[0], **ranks[1]} == alone
+    assert sum(one != other for one, other in zip(*map(places, ranks), strict=True)) > 35
+
+
+def test_copies_of_a_sequence_have_targets_of_their_own():
+    write_tokenizer()
+    Path("copies.txt").write_text((" ".join(WORDS[:12]) + "\n") * 40)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained("tokenizer")
+    args = pretrain_mlm.DataArguments(streaming=True, line_by_line=True, max_seq_length=16)
+    labels = [row["labels"] for row in pretrain_mlm.masked_stream(load_files(["copies.txt"]), tokenizer, args, 17, 0)]
+    assert len(labels) == 40 and len(set(map(tuple, labels))) > 35
+
+
+def test_a_pass_over_a_stream_begins_without_reading_it():
+    write_tokenizer()
+    read = []
+
+    def documents():
+        for number in range(30):
+            read.append(number)
+            yield {"text": "the cat sees a bird", "label": number}
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained("tokenizer")
+    args = pretrain_mlm.DataArguments(streaming=True, line_by_line=True, shuffle_buffer_size=10, max_seq_length=16)
+    unread = datasets.IterableDataset.from_generator(documents)
+    stream = pretrain_mlm.masked_stream(unread, tokenizer, args, 17, 0)
+    assert not read
+    assert set(next(iter(stream))) == {"input_ids", "attention_mask", "labels"} and len(read) == 30
+
+
 # What goes wrong with the disk and with the numbers
 
 
-def test_a_full_disk_is_one_sentence_and_costs_nothing_that_was_there(train, capsys):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def without_room(function, path=""):
+    """`function`, during which no file can grow, if the end of `path` is the name of what it is to write."""
 
+    def limited(*args, **kwargs):
+        if not any(str(each).endswith(path) for each in [*args, *kwargs.values()]):
+            return function(*args, **kwargs)
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+    return limited
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "path"),
+    [
+        (torch, "save", "optimizer.bin"),
+        (PreTrainedModel, "save_pretrained", ""),
+        (training, "write_json", "_state.json"),
+    ],
+)
+def test_a_full_disk_is_one_sentence_and_costs_nothing_that_was_there(train, capsys, owner, name, path):
     with train.monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full)
+        patch.setattr(owner, name, without_room(getattr(owner, name), path))
         message = failure(train, capsys)
-    assert "cannot write out/checkpoint-9: [Errno 28] No space left on device; out/checkpoint-7 is comp" in message
+    assert "error: cannot write out/checkpoint-9: " in message
+    assert message.endswith(
+        "; out/checkpoint-7 is complete: make room there, or make it writable, then start again with the same command."
+    )
     assert not list(Path("out").glob(".*"))
     assert list(train()) == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("kind", "owner", "name", "path", "file"),
+    [
+        ("text", PreTrainedModel, "save_pretrained", ".model.unfinished", "model"),
+        ("text", training, "plot_losses", "", "loss_curve.png"),
+        ("text", training, "write_json", "results.json", "results.json"),
+        ("images", train_image_classification, "plot_confusion_matrix", "", "confusion_matrix.png"),
+        ("GLUE", Path, "write_text", ".SST-2.tsv.unfinished", "predictions/SST-2.tsv"),
+        ("GLUE", glue_report, "plot", "", "glue.png"),
+    ],
+)
+def test_a_full_disk_at_the_end_of_a_run_costs_no_update(monkeypatch, capsys, kind, owner, name, path, file):
+    train = Trainer(monkeypatch, kind)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, without_room(getattr(owner, name), path))
+        message = sentence(train, capsys)
+    folder = Path("out") if owner is glue_report else train.folder("out")
+    assert f"error: cannot write {folder / file}: " in message and "File too large" in message
+    assert message.endswith("make room there, or make it writable, then start again with the same command.")
+    assert not (folder / file).exists() and not (folder / "results.json").exists()
+    assert not list(folder.rglob(".*unfinished"))
+    assert list(train()) == []
+    assert json.loads((train.folder("out") / "results.json").read_text())["steps"] == 10
+
+
+def test_no_room_for_the_log_or_for_the_batch_that_is_not_finite_is_one_sentence(monkeypatch, capsys):
+    train = Trainer(monkeypatch, "text")
+    with_loss({4: float("nan")}, monkeypatch)
+    for owner, name, file in [(Accelerator, "log", "runs"), (training, "save_file", "nonfinite-batch-5-process-0.sa")]:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            assert f"error: cannot write out/{file}" in sentence(train, capsys, "--max_nonfinite_steps", "0")
+
+
+def test_a_full_cache_is_named(train, capsys):
+    with train.monkeypatch.context() as patch:
+        patch.setattr(datasets.Dataset, "map", full)
+        message = sentence(train, capsys)
+    cache = datasets.config.HF_DATASETS_CACHE
+    assert f"error: cannot write into {cache}, where datasets keeps what it has read: [Errno 28] No space" in message
+    assert message.endswith("make room there, or set HF_DATASETS_CACHE to another folder.")
+
+
+def test_a_full_disk_is_one_sentence_whatever_is_written(capsys):
+    with pytest.raises(SystemExit) as exit:
+        run(full)
+    message = (
+        "error: [Errno 28] No space left on device: 'cache/file': make room there, or make it writable, then start"
+    )
+    assert exit.value.code == 2 and message in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError):
+        run(lambda: Path("nowhere").read_text())
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device", "cache/file")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), SafetensorError("invalid tensor")])
+def test_only_a_file_that_cannot_be_written_is_called_so(tmp_path, error):
+    with pytest.raises(type(error), match=str(error)), writing(tmp_path / "checkpoint-1"):
+        raise error
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_done(train, capsys):
@@ -428,13 +714,8 @@ def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run(monkeypatch, 
     expected = train("--output_dir", "whole")
     with_loss({step: float("nan") for step in [1, 2, 5, 6, 7, 8]}, monkeypatch)
     train.argv += ["--max_nonfinite_steps", "2"]
-    with train.monkeypatch.context() as patch:
-        patch.setattr(sys, "argv", [train.module.__file__, *train.argv])
-        with pytest.raises(SystemExit) as exit:
-            run(train.module.main)
-    assert exit.value.code == 2
     file = "out/nonfinite-batch-8-process-0.safetensors"
-    message = capsys.readouterr().err.splitlines()[-1]
+    message = sentence(train, capsys)
     assert f"was not finite in 3 updates in a row, up to step 8, whose batch is in {file}: look at it" in message
     batch = load_file(file)
     for number, micro_batch in enumerate(expected[7]):
@@ -544,8 +825,7 @@ run(pretrain_mlm.main)
 
 def test_a_run_goes_on_with_another_number_of_processes(monkeypatch, tmp_path):
     """Alone up to step 3, two processes up to step 7, of which one is sent SIGTERM, then alone: the run of one."""
-    train = Trainer(monkeypatch, "text")
-    train.argv = [each.replace("hidden_dropout_prob=0.2", "hidden_dropout_prob=0.0") for each in train.argv]
+    train = Trainer(monkeypatch, "text without dropout")
     expected = train("--output_dir", "whole")
     train(stop=("sigterm", 2))
     Path("two.py").write_text(TWO_PROCESSES)
@@ -572,6 +852,37 @@ def test_a_stream_cannot_be_divided_otherwise(monkeypatch, capsys):
     for name, value, other in [("per_device_train_batch_size", 4, 2), ("dataloader_num_workers", 0, 1)]:
         message = f"out/checkpoint-3 was made with {name} {value}, not {other}: go on with that"
         assert message in failure(train, capsys, f"--{name}", str(other))
+
+
+def test_a_stream_goes_on_with_as_many_processes_alone(monkeypatch):
+    train = Trainer(monkeypatch, "streamed text")
+    train(stop=("sigterm", 2))
+    checkpoint = read_checkpoint(Path("out/checkpoint-3"))
+    checkpoint.check_layout(checkpoint.layout)
+    with pytest.raises(UsageError, match="out/checkpoint-3 was made with num_processes 1, not 2: go on with that"):
+        checkpoint.check_layout({**checkpoint.layout, "num_processes": 2})
+
+
+def test_sigterm_to_all_processes_of_a_run_is_one_to_the_run(monkeypatch, tmp_path):
+    """As clusters send it: to the workers of the loader, too."""
+    train = Trainer(monkeypatch, "text in worker processes")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, train.module.__file__, *train.argv, "--max_steps", "100000"]
+    child = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        while not list_checkpoints(Path("out")):
+            assert child.poll() is None, child.stderr.read()
+            time.sleep(0.05)
+        os.killpg(child.pid, signal.SIGTERM)
+        _, stderr = child.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    assert child.returncode == 0 and "Traceback" not in stderr
+    for step in list_checkpoints(Path("out")):
+        read_checkpoint(Path(f"out/checkpoint-{step}"))
+    last = list_checkpoints(Path("out"))[-1]
+    assert list(train("--max_steps", "100000", stop=("sigterm", last))) == [last]
 
 
 def test_a_checkpoint_of_elsewhere_costs_no_other_run_its_own(tmp_path):

@@ -1,0 +1,94 @@
+"""What goes wrong with reading data, in one sentence that names the file."""
+
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import datasets
+import torch
+from datasets.exceptions import DatasetsError
+from pyarrow import ArrowException
+
+from lion_transformers.scripts.arguments import DISK_ERRORS, UsageError, one_line
+from lion_transformers.tokenization.corpus import CorpusError
+
+
+READERS = "datasets.packaged_modules."
+READ_ERRORS = (DatasetsError, OSError, ValueError, TypeError, ArrowException)  # TypeError: another type than expected
+
+
+@contextmanager
+def loading(source: str) -> Iterator[None]:
+    """Turn what `datasets` raises about `source` into one sentence."""
+    try:
+        yield
+    except CorpusError as error:
+        raise UsageError(one_line(error)) from error
+    except READ_ERRORS as error:
+        reason = error.__cause__ or error  # "An error occurred while generating the dataset" has one
+        if getattr(reason, "errno", None) in DISK_ERRORS:
+            raise _no_room(reason) from error
+        raise UsageError(f"cannot load {file_being_read(reason) or source}: {one_line(reason)}") from error
+
+
+@contextmanager
+def preparing() -> Iterator[None]:
+    """The same for a full disk where `datasets` keeps what is made of data."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise _no_room(error) from error
+
+
+def _no_room(error: OSError) -> UsageError:
+    return UsageError(
+        f"cannot write into {datasets.config.HF_DATASETS_CACHE}, where datasets keeps what it has read:"
+        f" {one_line(error)}; make room there, or set HF_DATASETS_CACHE to another folder."
+    )
+
+
+def file_being_read(error: BaseException) -> str | None:
+    """The file that a reader of `datasets` was at, which does not say so itself; None where it is none of theirs."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if _module(frame).startswith(READERS) and "file" in frame.f_locals:
+            return str(frame.f_locals["file"]).removeprefix(os.path.join(os.getcwd(), ""))
+    return None
+
+
+def _is_from(error: BaseException, *modules: str) -> bool:
+    """Whether one of `modules`, by how their names begin, takes part in it."""
+    return any(_module(frame).startswith(modules) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "")
+
+
+class ReadStream(torch.utils.data.IterableDataset):
+    """A stream whose files may turn out to be broken in the middle of a run; its position is that of the stream.
+
+    Raises:
+        UsageError: one is; in this process, or in a worker of a loader.
+    """
+
+    def __init__(self, stream: datasets.IterableDataset):
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        try:
+            yield from self.stream
+        except READ_ERRORS as error:
+            if not _is_from(error, READERS, "datasets.table"):
+                raise
+            raise UsageError(f"cannot read {file_being_read(error) or 'a stream'}: {one_line(error)}") from error
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.stream.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state)
