@@ -40,10 +40,10 @@ class UsageError(Exception):
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a script's `main`. A failure that the user can mend becomes one line on stderr and exit code 2: a `UsageError`,
-    and a disk that does not take what a library writes, its cache for example.
+    """Run a script's `main`. A failure that the user can mend becomes one line on stderr and exit code 2.
 
-    What several processes have to say is said once, by the first of them, whichever that is.
+    Such are a `UsageError`, and a disk that does not take what a library writes, its cache for example. What several
+    processes have to say is said once, by the first of them, whichever that is.
     """
     try:
         main()
