@@ -260,7 +260,10 @@ def benchmark_floor(arguments: FloorArguments) -> Result:
                     "products": count_products(products),
                 }
             )
-    title = f"{model_title(arguments, 'time')} Beside each model its matrix products alone (mm, addmm, bmm, baddbmm)."
+    products = (
+        "its matrix products alone (mm, addmm, bmm, baddbmm, and convolutions that linear layers are computed as)"
+    )
+    title = f"{model_title(arguments, 'time')} Beside each model {products}."
     return Result(title, times=times, has_figure=False)
 
 

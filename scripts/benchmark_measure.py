@@ -28,6 +28,7 @@ SECONDS_WITHOUT_WARM_UP = 5.0
 # glibc's parameter of that name, from malloc.h.
 M_MMAP_THRESHOLD = -3
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+CONVOLUTION_OPTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class Operand:
 
 
 class ProductRecorder(TorchDispatchMode):
-    """Records every matrix product (mm, addmm, bmm, baddbmm, also in place) that runs inside of it.
+    """Records every matrix product (mm, addmm, bmm, baddbmm, also in place, and convolutions) that runs inside of it.
 
     Other operations that multiply, linear or matmul say, are taken apart into these first. `products` holds, in
     order, each one's name, keyword arguments, and operands: `Operand`, or the tensor itself where it lies in the
@@ -207,6 +208,10 @@ class ProductRecorder(TorchDispatchMode):
         if name in PRODUCTS:
             factors = {key: value for key, value in kwargs.items() if key in ("alpha", "beta")}
             self.products.append((name, factors, [self._operand(tensor) for tensor in args]))
+        elif name == "convolution":  # of single pixels, or of patches that do not overlap
+            options = dict(zip(CONVOLUTION_OPTIONS, args[3:], strict=True))
+            operands = [self._operand(tensor) for tensor in args[:3] if tensor is not None]
+            self.products.append((name, options, operands))
         return func(*args, **kwargs)
 
     def _operand(self, tensor):
@@ -224,9 +229,9 @@ def record_products(call: Callable[[], Any], weights: list[torch.Tensor]) -> lis
 def replay_products(products: list[tuple], device: str = "cpu") -> Callable[[], None]:
     """A function that computes recorded products again, in their order, and nothing else.
 
-    Weights are the recorded ones: a model reads each layer's from memory. All other operands, and the results, are
-    buffers that are allocated here, once, with random values, shapes, strides and types as recorded; operands that are
-    alike share one.
+    Weights are the recorded ones: a model reads each layer's from memory. All other operands, and the results save
+    those of convolutions, are buffers that are allocated here, once, with random values, shapes, strides and types as
+    recorded; operands that are alike share one.
     """
     buffers = {}
 
@@ -240,6 +245,10 @@ def replay_products(products: list[tuple], device: str = "cpu") -> Callable[[], 
     calls = []
     for name, factors, operands in products:
         tensors = [buffer(role, operand) for role, operand in enumerate(operands)]
+        if name == "convolution":
+            bias = tensors[2] if len(tensors) > 2 else None
+            calls.append((torch.convolution, [*tensors[:2], bias], factors))
+            continue
         shape = (*tensors[-2].shape[:-1], tensors[-1].shape[-1])
         out = buffer("out", Operand.of(torch.empty(shape, dtype=tensors[-1].dtype, device="meta")))
         calls.append((getattr(torch, name), tensors, {**factors, "out": out}))
@@ -264,13 +273,14 @@ def count_products(products: list[tuple]) -> list[dict[str, Any]]:
     rows = [
         {"product": name, "shapes": [list(shape) for shape in shapes], "count": count, "multiplications": size * count}
         for (name, shapes), count in counts.items()
-        for size in [_multiplications(*shapes[-2:])]
+        for size in [_multiplications(name, shapes)]
     ]
     return sorted(rows, key=lambda row: -row["multiplications"])
 
 
-def _multiplications(left, right):
-    return torch.Size(left).numel() * right[-1]
+def _multiplications(name, shapes):
+    pixels_or_left, width = (shapes[0], shapes[1][0]) if name == "convolution" else (shapes[-2], shapes[-1][-1])
+    return torch.Size(pixels_or_left).numel() * width
 
 
 # ---------------------------------------------------------------------------------------------------------------------

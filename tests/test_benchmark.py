@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lion_transformers import LionConfig, LionModel
 from lion_transformers.scripts import benchmark, benchmark_measure, benchmark_report
 from lion_transformers.scripts.arguments import UsageError
 from lion_transformers.scripts.benchmark_cases import ModelCase, OperatorCase, grid_of, naive_recurrence
@@ -360,6 +361,32 @@ def test_products_of_a_module_are_recorded(mode):
         {"product": "bmm", "shapes": [[2, 4, 5], [2, 5, 4]], "count": 2, "multiplications": 2 * 2 * 4 * 5 * 4},
         {"product": "addmm", "shapes": [[5], [8, 3], [3, 5]], "count": 1, "multiplications": 8 * 3 * 5},
     ]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers_computed_as_convolutions_are_products(bias):
+    layer, x = nn.Conv2d(3, 5, 2, stride=2, bias=bias), torch.randn(4, 3, 6, 2)
+    with torch.no_grad():
+        products = benchmark_measure.record_products(lambda: layer(x), list(layer.parameters()))
+    again = benchmark_measure.record_products(benchmark_measure.replay_products(products), list(layer.parameters()))
+    for name, options, (pixels, weight, *rest) in (*products, *again):
+        assert (name, options["stride"], pixels.shape) == ("convolution", [2, 2], (4, 3, 6, 2))
+        assert weight.data_ptr() == layer.weight.data_ptr() and len(rest) == bias
+    assert len(products) == len(again) == 1
+    (count,) = benchmark_measure.count_products(products)
+    assert count["multiplications"] == (4 * 3 * 1) * (3 * 2 * 2) * 5  # patches × their values × channels
+
+
+def test_a_model_of_many_tokens_has_a_product_for_each_linear_layer():
+    config = LionConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16,
+        decay_type="selective", max_position_embeddings=2048,
+    )  # fmt: skip
+    model = LionModel(config, add_pooling_layer=False).eval()
+    with torch.inference_mode():
+        products = benchmark_measure.record_products(lambda: model(torch.ones(1, 300, dtype=torch.long)), [])
+    widths = [operands[1].shape[0] for name, _, operands in products if name == "convolution"]
+    assert widths == [24, 8, 16, 8]  # queries, keys and values; output; feed-forward
 
 
 def test_products_of_the_backward_pass_are_recorded():
