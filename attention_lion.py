@@ -305,17 +305,13 @@ def _gates_in_order(log_decay, scan):
     return torch.stack([gates.index_select(-1, order) for gates, order in zip(log_decay, scan[0], strict=True)])
 
 
-def _tiles(q, matrices=False):
-    """Slices of the batch and of the heads that make tiles of about `_TILE` tokens times heads.
-
-    With `matrices` as many fewer as matrices of all pairs of tokens take more room than queries.
-    """
-    batch, heads, length, width = q.shape
+def _tiles(q):
+    """Slices of the batch and of the heads that make tiles of about `_TILE` tokens times heads."""
+    batch, heads, length, _ = q.shape
     if q.device.type != "cpu":
         return [(slice(None), slice(None))]
-    size = _TILE * width // max(width, length) if matrices else _TILE
-    some_heads = min(heads, max(1, size // length))
-    rows = max(1, size // (length * heads))
+    some_heads = min(heads, max(1, _TILE // length))
+    rows = max(1, _TILE // (length * heads))
     return [
         (slice(i, i + rows), slice(j, j + some_heads))
         for i in range(0, batch, rows)
@@ -430,21 +426,31 @@ def _decays_between(across):
 
 
 def _parallel_form(q, k, v, gates, scan, scale, diagonal, eps, dropout_p, return_weights):
-    options = (scan, scale, diagonal, eps, dropout_p, return_weights)
+    options = (scale, diagonal, eps, dropout_p, return_weights)
     if return_weights or torch.is_grad_enabled() or gates is None or _is_traced():
-        return _weigh(q, k, v, gates, *options)
+        return _weigh(q, k, v, None if gates is None else _mean_decay_mask(gates, scan, q.shape[2]), *options)
     output = _empty_beside_heads(q, v)
-    for tile in _tiles(q, matrices=True):
-        of_tile = (x[tile].contiguous() for x in (q, k, v))
-        output[tile], _ = _weigh(*of_tile, [_cut(g, *tile) for g in gates], *options)
+    varies = gates[0].shape[1] > 1  # within the batch
+    mask = None if varies else _mean_decay_mask(gates, scan, q.shape[2])
+    for rows in _rows(q):
+        if varies:
+            mask = _mean_decay_mask([g[:, rows] for g in gates], scan, q.shape[2])
+        output[rows], _ = _weigh(*(x[rows].contiguous() for x in (q, k, v)), mask, *options)
     return output, None
 
 
-def _weigh(q, k, v, gates, scan, scale, diagonal, eps, dropout_p, return_weights):
+def _rows(q):
+    """Slices of the batch whose matrices of all pairs of tokens make tiles like those of `_tiles`."""
+    batch, heads, length, width = q.shape
+    rows = max(1, _TILE * width // (heads * length * length)) if q.device.type == "cpu" else batch
+    return [slice(i, i + rows) for i in range(0, batch, rows)]
+
+
+def _weigh(q, k, v, mask, scale, diagonal, eps, dropout_p, return_weights):
     """Output, and with `return_weights` the matrix, of all queries at once."""
     weights = (q * scale) @ k.mT  # (batch, heads, length, length)
-    if gates is not None:
-        weights = weights * _mean_decay_mask(gates, scan, q.shape[2])
+    if mask is not None:
+        weights = weights * mask
     if diagonal == "doubled":
         weights = weights + weights.diagonal(dim1=-2, dim2=-1).diag_embed()
     row_sums = None if eps is None else weights.sum(-1, keepdim=True)
