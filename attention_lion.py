@@ -31,10 +31,10 @@ DIRECTIONS = ("both", "forward", "backward")
 DIAGONALS = ("balanced", "doubled")
 
 # Longest sequence that "auto" computes in parallel form, by `scripts/benchmark.py forms` and of whole layers. Without
-# decays the chunk form is two small products and wins almost at once. In half precision it wins earlier than in
-# float32: it multiplies in bfloat16, the parallel form in float32.
+# decays the chunk form is two small products and wins almost at once. For bfloat16 it wins earlier than for float32:
+# it multiplies in bfloat16, the parallel form in float32.
 PARALLEL_MAX_LENGTH = 200
-PARALLEL_MAX_LENGTH_IN_HALF_PRECISION = 64
+PARALLEL_MAX_LENGTH_IN_BFLOAT16 = 64
 PARALLEL_MAX_LENGTH_WITHOUT_DECAY = 32
 
 # Decays whose logarithm lies below this are exactly zero. They are far below a rounding error of the diagonal and of
@@ -156,7 +156,7 @@ def lion_attention(
 
 def choose_mode(length: int, has_decay: bool, dtype: torch.dtype = torch.float32) -> str:
     """The form that "auto" stands for: parallel up to the measured crossover, chunk beyond it."""
-    longest = PARALLEL_MAX_LENGTH if dtype.itemsize > 2 else PARALLEL_MAX_LENGTH_IN_HALF_PRECISION
+    longest = PARALLEL_MAX_LENGTH_IN_BFLOAT16 if dtype == torch.bfloat16 else PARALLEL_MAX_LENGTH
     longest = longest if has_decay else PARALLEL_MAX_LENGTH_WITHOUT_DECAY
     return "parallel" if length <= longest else "chunk"
 
@@ -427,6 +427,7 @@ def _decays_between(across):
 
 def _parallel_form(q, k, v, gates, scan, scale, diagonal, eps, dropout_p, return_weights):
     options = (scale, diagonal, eps, dropout_p, return_weights)
+    # Whoever needs the matrix, to look at it or for gradients, needs all of it at once.
     if return_weights or torch.is_grad_enabled() or gates is None or _is_traced():
         return _weigh(q, k, v, None if gates is None else _mean_decay_mask(gates, scan, q.shape[2]), *options)
     output = _empty_beside_heads(q, v)

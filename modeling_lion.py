@@ -38,8 +38,11 @@ SHORTEST_TIME_CONSTANT = 4.0
 # Tokens that a CPU takes at once at inference through what treats each token by itself.
 TOKENS_AT_ONCE = 2048
 
-# Fewest tokens for which a CPU computes linear layers as convolutions, which lay out the weights anew in each call.
-TOKENS_OF_CONVOLUTION = 256
+# Fewest tokens for which oneDNN computes a linear layer faster as a convolution, which lays out its weights anew.
+TOKENS_OF_CONVOLUTION = 1024
+
+# Features below the exponential of this are no smaller: a CPU takes long over the denormal numbers they would become.
+LEAST_EXPONENT = -26.0
 
 # In bytes: of what torch allocates on a CPU.
 MEMORY_ALIGNMENT = 64
@@ -205,52 +208,6 @@ class LionImageEmbeddings(nn.Module):
         return torch.cat([cls_position, positions], 1)
 
 
-class LionLinear(nn.Linear):
-    """A linear layer that a CPU computes, in float32 and for many tokens, as a convolution over one pixel.
-
-    The two are the same sums. Products of float32 matrices go to the BLAS that PyTorch is built with, convolutions to
-    oneDNN, which shares a product of this size out to the cores better.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._takes_convolution(x):
-            return _PointwiseConvolution.apply(x, self.weight, self.bias)
-        return super().forward(x)
-
-    def _takes_convolution(self, x):
-        return (
-            not is_tracing(x)
-            and x.device.type == "cpu"
-            and x.dtype == self.weight.dtype == torch.float32
-            and x.numel() >= TOKENS_OF_CONVOLUTION * self.in_features
-            and type(self.weight) is nn.Parameter  # not quantised, not sharded
-            and torch.backends.mkldnn.is_available()
-            and not torch.is_autocast_enabled("cpu")
-        )
-
-
-class _PointwiseConvolution(torch.autograd.Function):
-    """x Wᵀ + b as a convolution; its gradients are products of other shapes, which a BLAS computes as fast."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
-        pixels = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1, in_features, tokens, 1), channels last
-        output = nn.functional.conv2d(pixels, weight[..., None, None], bias)
-        return output.permute(0, 2, 3, 1).reshape(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        rows = grad.flatten(0, -2)
-        return (
-            grad @ weight if needs_x else None,
-            rows.mT @ x.flatten(0, -2) if needs_weight else None,
-            rows.sum(0) if needs_bias else None,
-        )
-
-
 class LionDecayProjection(nn.Linear):
     """Decay logits per head from each token.
 
@@ -273,7 +230,7 @@ class LionAttention(nn.Module):
         # Row normalisation cancels any scale.
         self.scaling = 1.0 if config.normalize else self.head_dim**-0.5
 
-        self.qkv_proj = LionLinear(config.hidden_size, 3 * config.hidden_size, bias=config.qkv_bias)
+        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.qkv_bias)
         # Decays stay in float32 whatever the dtype of the model: close to 1 half precision cannot tell them apart.
         # Trainer exempts from weight decay what has "bias" in its name, and so should these be.
         num_decays = len(SCAN_ORDERS[config.scan_order]) * self.num_heads
@@ -282,7 +239,7 @@ class LionAttention(nn.Module):
         elif config.decay_type == "selective":
             self.decay_bias_proj = LionDecayProjection(config.hidden_size, num_decays, dtype=torch.float32)
         self.norm = nn.LayerNorm(config.hidden_size) if config.attention_output_norm else nn.Identity()
-        self.out_proj = LionLinear(config.hidden_size, config.hidden_size)
+        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(
         self,
@@ -293,10 +250,10 @@ class LionAttention(nn.Module):
         scan: Scan | None = None,
         segment_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        qkv = self.qkv_proj(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
+        qkv = _linear(self.qkv_proj, hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()  # (batch, heads, length, head_dim) each
-        # Somebody who looks at what the projection gives is not to see it change.
-        in_place = not (torch.is_grad_enabled() or is_tracing(qkv) or self.qkv_proj._forward_hooks)
+        # Whoever watches the projection is not to see what it gave change.
+        in_place = not (torch.is_grad_enabled() or is_tracing(qkv) or _is_watched(self.qkv_proj))
         dropout_p = self.config.attention_probs_dropout_prob if self.training and attn_mode == "parallel" else 0.0
 
         output = lion_attention(
@@ -318,14 +275,14 @@ class LionAttention(nn.Module):
         )
         output, weights = output if output_attentions else (output, None)
         output = output.transpose(1, 2).flatten(2)  # (batch, length, hidden_size)
-        return _by_slices(lambda some: self.out_proj(self.norm(some)), output), weights
+        return _by_slices(self._project, [self.norm, self.out_proj], output), weights
+
+    def _project(self, output):
+        return _linear(self.out_proj, self.norm(output))
 
     def _map_features(self, x, in_place):
-        if self.config.feature_map == "elu":
-            if in_place:  # the same, without the exponential less 1, which takes a CPU ten times as long
-                positive = x.relu()
-                return x.clamp_(max=0.0).exp_().add_(positive)
-            return nn.functional.elu(x).add_(1.0)
+        if self.config.feature_map == "elu":  # exp(x) and x + 1: exp(x) - 1 takes a CPU ten times as long
+            return torch.where(x > 0, x + 1.0, x.clamp(LEAST_EXPONENT, 1.0).exp())
         if self.config.feature_map == "silu":
             x = nn.functional.silu(x, inplace=in_place).add_(0.5)
             norm = x.norm(dim=-1, keepdim=True).to(x.dtype)
@@ -347,15 +304,50 @@ class LionAttention(nn.Module):
         return log_decay if scan is None else log_decay.unflatten(1, (-1, self.num_heads)).transpose(0, 1)
 
 
-def _by_slices(function: Callable[..., torch.Tensor], *states: torch.Tensor) -> torch.Tensor:
+def _linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A linear layer, `(…, in_features)` to `(…, out_features)`; at inference in float32 a CPU computes it by oneDNN.
+
+    That shares a product out to the cores better than the BLAS to which float32 matrices go otherwise. It takes a
+    tensor in its own layout, and for many tokens a convolution over single pixels, which is the same product.
+    """
+    is_plain = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter  # not adapted, quantised or sharded
+    if is_tracing(x) or torch.is_grad_enabled() or not is_plain or _is_watched(layer) or not _suits_onednn(layer, x):
+        return layer(x)
+    if x.numel() < TOKENS_OF_CONVOLUTION * layer.in_features:
+        return nn.functional.linear(x.contiguous().to_mkldnn(), layer.weight, layer.bias).to_dense()
+    pixels = x.reshape(1, -1, 1, layer.in_features).permute(0, 3, 1, 2)  # channels last
+    output = nn.functional.conv2d(pixels, layer.weight[..., None, None], layer.bias)
+    return output.permute(0, 2, 3, 1).reshape(*x.shape[:-1], layer.out_features)
+
+
+def _suits_onednn(layer, x):
+    return (
+        x.device.type == "cpu"
+        and x.dtype == layer.weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _is_watched(*modules: nn.Module) -> bool:
+    """Whether one of the modules, or one inside of them, has hooks or a forward that was put in place of its own."""
+    return nn.modules.module._has_any_global_hook() or any(
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+        for outer in modules
+        for module in outer.modules()
+    )
+
+
+def _by_slices(function: Callable[..., torch.Tensor], modules: list[nn.Module], *states: torch.Tensor) -> torch.Tensor:
     """A function of each token by itself, of states `(batch, length, hidden_size)`, to a result of the same shape.
 
     What it computes on the way can be several times as wide, and on a CPU pages that are new to the process cost more
-    than what is computed in them: where no gradient needs all of it, some tokens at a time use the same.
+    than what is computed in them: where no gradient needs all of it, and nobody watches the modules that compute it,
+    some tokens at a time use the same.
     """
     first = states[0]
     whole = torch.is_grad_enabled() or first.device.type != "cpu" or is_tracing(first)
-    if whole or first.shape[0] * first.shape[1] <= TOKENS_AT_ONCE:
+    if whole or first.shape[0] * first.shape[1] <= TOKENS_AT_ONCE or _is_watched(*modules):
         return function(*states)
     output = torch.empty_like(first, memory_format=torch.contiguous_format)
     slices = (x.flatten(0, 1).split(TOKENS_AT_ONCE) for x in (output, *states))
@@ -389,11 +381,11 @@ class LionMLP(nn.Module):
     def __init__(self, config: LionConfig):
         super().__init__()
         self.activation_fn = ACT2FN[config.hidden_act]
-        self.fc1 = LionLinear(config.hidden_size, config.intermediate_size)
-        self.fc2 = LionLinear(config.intermediate_size, config.hidden_size)
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.activation_fn(self.fc1(hidden_states)))
+        return _linear(self.fc2, self.activation_fn(_linear(self.fc1, hidden_states)))
 
 
 class LionLayer(GradientCheckpointingLayer):
@@ -420,9 +412,10 @@ class LionLayer(GradientCheckpointingLayer):
         attention_output, _ = self.attention(
             attention_input, attention_mask, attn_mode, output_attentions, scan, segment_ids
         )
-        if self.training:  # whole examples are dropped
+        if self.drop_path.training:  # it drops whole examples
             return self._add_and_transform(hidden_states, attention_output)
-        return _by_slices(self._add_and_transform, hidden_states, attention_output)
+        modules = [self.attention_norm, self.mlp, self.mlp_norm, self.dropout, self.drop_path]
+        return _by_slices(self._add_and_transform, modules, hidden_states, attention_output)
 
     def _add_and_transform(self, hidden_states, attention_output):
         pre_norm = self.norm_position == "pre"

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import transformers
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lion_transformers.scripts.arguments import UsageError
@@ -28,6 +29,7 @@ SECONDS_WITHOUT_WARM_UP = 5.0
 # glibc's parameter of that name, from malloc.h.
 M_MMAP_THRESHOLD = -3
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+LAYERS = ("convolution", "mkldnn_linear")
 CONVOLUTION_OPTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
 
@@ -186,7 +188,7 @@ class Operand:
 
 
 class ProductRecorder(TorchDispatchMode):
-    """Records every matrix product (mm, addmm, bmm, baddbmm, also in place, and convolutions) that runs inside of it.
+    """Records every matrix product (mm, addmm, bmm, baddbmm, also in place, oneDNN's layers) that runs inside of it.
 
     Other operations that multiply, linear or matmul say, are taken apart into these first. `products` holds, in
     order, each one's name, keyword arguments, and operands: `Operand`, or the tensor itself where it lies in the
@@ -208,13 +210,15 @@ class ProductRecorder(TorchDispatchMode):
         if name in PRODUCTS:
             factors = {key: value for key, value in kwargs.items() if key in ("alpha", "beta")}
             self.products.append((name, factors, [self._operand(tensor) for tensor in args]))
-        elif name == "convolution":  # of single pixels, or of patches that do not overlap
-            options = dict(zip(CONVOLUTION_OPTIONS, args[3:], strict=True))
+        elif name in LAYERS:  # convolutions are of single pixels, or of patches that do not overlap
+            options = dict(zip(CONVOLUTION_OPTIONS, args[3:], strict=False))
             operands = [self._operand(tensor) for tensor in args[:3] if tensor is not None]
             self.products.append((name, options, operands))
         return func(*args, **kwargs)
 
     def _operand(self, tensor):
+        if tensor.is_mkldnn:  # has no strides
+            return Operand.of(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         is_weight = tensor.untyped_storage().data_ptr() in self._weights
         return tensor.detach() if is_weight else Operand.of(tensor)
 
@@ -229,9 +233,9 @@ def record_products(call: Callable[[], Any], weights: list[torch.Tensor]) -> lis
 def replay_products(products: list[tuple], device: str = "cpu") -> Callable[[], None]:
     """A function that computes recorded products again, in their order, and nothing else.
 
-    Weights are the recorded ones: a model reads each layer's from memory. All other operands, and the results save
-    those of convolutions, are buffers that are allocated here, once, with random values, shapes, strides and types as
-    recorded; operands that are alike share one.
+    Weights are the recorded ones: a model reads each layer's from memory. All other operands, and the results but
+    those of oneDNN's layers, are buffers that are allocated here, once, with random values, shapes, strides and types
+    as recorded; operands that are alike share one.
     """
     buffers = {}
 
@@ -245,9 +249,10 @@ def replay_products(products: list[tuple], device: str = "cpu") -> Callable[[], 
     calls = []
     for name, factors, operands in products:
         tensors = [buffer(role, operand) for role, operand in enumerate(operands)]
-        if name == "convolution":
-            bias = tensors[2] if len(tensors) > 2 else None
-            calls.append((torch.convolution, [*tensors[:2], bias], factors))
+        if name in LAYERS:
+            x, weight, bias = (*tensors, None)[:3]
+            layer = (torch.convolution, [x, weight, bias], factors)
+            calls.append(layer if name == "convolution" else (nn.functional.linear, [x.to_mkldnn(), weight, bias], {}))
             continue
         shape = (*tensors[-2].shape[:-1], tensors[-1].shape[-1])
         out = buffer("out", Operand.of(torch.empty(shape, dtype=tensors[-1].dtype, device="meta")))
@@ -279,8 +284,8 @@ def count_products(products: list[tuple]) -> list[dict[str, Any]]:
 
 
 def _multiplications(name, shapes):
-    pixels_or_left, width = (shapes[0], shapes[1][0]) if name == "convolution" else (shapes[-2], shapes[-1][-1])
-    return torch.Size(pixels_or_left).numel() * width
+    left, width = (shapes[0], shapes[1][0]) if name in LAYERS else (shapes[-2], shapes[-1][-1])
+    return torch.Size(left).numel() * width
 
 
 # ---------------------------------------------------------------------------------------------------------------------

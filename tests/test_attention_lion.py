@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lion_transformers import lion_attention
 from lion_transformers.attention_lion import (
     PARALLEL_MAX_LENGTH,
-    PARALLEL_MAX_LENGTH_IN_HALF_PRECISION,
+    PARALLEL_MAX_LENGTH_IN_BFLOAT16,
     PARALLEL_MAX_LENGTH_WITHOUT_DECAY,
     choose_mode,
 )
@@ -793,8 +793,8 @@ def test_chunk_form_shares_scores_and_states_between_directions():
     [
         (True, torch.float32, PARALLEL_MAX_LENGTH),
         (True, torch.float64, PARALLEL_MAX_LENGTH),
-        (True, torch.bfloat16, PARALLEL_MAX_LENGTH_IN_HALF_PRECISION),
-        (True, torch.float16, PARALLEL_MAX_LENGTH_IN_HALF_PRECISION),
+        (True, torch.bfloat16, PARALLEL_MAX_LENGTH_IN_BFLOAT16),
+        (True, torch.float16, PARALLEL_MAX_LENGTH),
         (False, torch.float32, PARALLEL_MAX_LENGTH_WITHOUT_DECAY),
         (False, torch.bfloat16, PARALLEL_MAX_LENGTH_WITHOUT_DECAY),
     ],

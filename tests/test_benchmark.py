@@ -377,16 +377,27 @@ def test_linear_layers_computed_as_convolutions_are_products(bias):
     assert count["multiplications"] == (4 * 3 * 1) * (3 * 2 * 2) * 5  # patches × their values × channels
 
 
-def test_a_model_of_many_tokens_has_a_product_for_each_linear_layer():
+@pytest.mark.parametrize("length, name", [(20, "mkldnn_linear"), (1100, "convolution")])
+def test_a_model_has_a_product_for_each_linear_layer(length, name):
     config = LionConfig(
         vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16,
         decay_type="selective", max_position_embeddings=2048,
     )  # fmt: skip
     model = LionModel(config, add_pooling_layer=False).eval()
+    weights = list(model.parameters())
     with torch.inference_mode():
-        products = benchmark_measure.record_products(lambda: model(torch.ones(1, 300, dtype=torch.long)), [])
-    widths = [operands[1].shape[0] for name, _, operands in products if name == "convolution"]
-    assert widths == [24, 8, 16, 8]  # queries, keys and values; output; feed-forward
+        products = benchmark_measure.record_products(lambda: model(torch.ones(1, length, dtype=torch.long)), weights)
+        again = benchmark_measure.record_products(benchmark_measure.replay_products(products), weights)
+    for recorded in (products, again):
+        layers = [operands for product, _, operands in recorded if product == name]
+        assert [weight.shape[0] for _, weight, _ in layers] == [24, 8, 16, 8]
+        assert [weight.data_ptr() for _, weight, _ in layers] == [
+            layer.weight.data_ptr()
+            for block in model.layers
+            for layer in (block.attention.qkv_proj, block.attention.out_proj, block.mlp.fc1, block.mlp.fc2)
+        ]
+    counted = {row["multiplications"] for row in benchmark_measure.count_products(products)}
+    assert {length * 8 * 24, length * 8 * 16} <= counted
 
 
 def test_products_of_the_backward_pass_are_recorded():
@@ -762,8 +773,8 @@ def test_floor_compares_models_with_their_products(bench):
     result = bench("floor", *TINY, *options, "--passes", "inference", "training", "--tokens", 16)
     assert [list(each["seconds"]) for each in result["times"]] == [["products", "model"]] * 4
     products = {str(each["shapes"]): each["count"] for each in result["times"][0]["products"]}
-    assert products["[[72], [16, 24], [24, 72]]"] == 2  # queries, keys and values of both layers
-    assert products["[[36], [16, 24], [24, 36]]"] == 2
+    assert products["[[2, 8, 24], [72, 24], [72]]"] == 2  # queries, keys and values of both layers
+    assert products["[[2, 8, 24], [36, 24], [36]]"] == 2
     assert len(result["times"][1]["products"]) > len(products)
 
 
