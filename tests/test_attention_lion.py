@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from oracle import loop_attention, loop_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lion_transformers import lion_attention
+from lion_transformers import attention_lion, lion_attention
 from lion_transformers.attention_lion import (
     PARALLEL_MAX_LENGTH,
     PARALLEL_MAX_LENGTH_IN_BFLOAT16,
@@ -117,6 +117,23 @@ def test_values_and_gradients_match_the_loop(mode, decay, length, normalize, dty
         assert x.dtype == dtype
         scale = max(1.0, y.abs().max().item())
         torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance / 10 * scale)
+
+
+@pytest.mark.parametrize("kind", ["plain", "segments", "forward", "one order", "two orders"])
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
+@pytest.mark.parametrize("decay", ["fixed", "selective"])
+@pytest.mark.parametrize("mode", ["parallel", "chunk"])
+def test_tiles_match_the_loop(mode, decay, normalize, kind, monkeypatch):
+    """At inference the batch, and in the chunk form the heads too, are taken some at a time."""
+    monkeypatch.setattr(attention_lion, "_TILE", 2 * 20)  # two heads of twenty tokens, or less than one row
+    orders = {"one order": 1, "two orders": 2}.get(kind)
+    inputs, scan = make_inputs(decay, batch=4, orders=orders), make_scan(orders, 20)
+    mask, segments = make_mask(20, batch=4), make_segments(20, batch=4) if kind == "segments" else None
+    options = {"key_mask": mask, "segment_ids": segments, "normalize": normalize}
+    options["direction"] = "forward" if kind == "forward" else "both"
+    with torch.no_grad():
+        actual = lion_attention(*inputs, mode=mode, chunk_size=8, scan=scan, **options)
+    torch.testing.assert_close(actual, loop_attention(*inputs, order=order_of(scan), **options), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
