@@ -324,7 +324,7 @@ def _cut(gates, rows, heads):
     return gates[:, rows if gates.shape[1] > 1 else slice(None), heads if gates.shape[2] > 1 else slice(None)]
 
 
-def _empty_beside_heads(q, v):
+def _empty_output(q, v):
     """`(batch, heads, length, value_dim)`, in memory with a token's heads side by side, as they are used."""
     batch, heads, length, _ = q.shape
     return v.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
@@ -430,7 +430,7 @@ def _parallel_form(q, k, v, gates, scan, scale, diagonal, eps, dropout_p, return
     # Whoever needs the matrix, to look at it or for gradients, needs all of it at once.
     if return_weights or torch.is_grad_enabled() or gates is None or _is_traced():
         return _weigh(q, k, v, None if gates is None else _mean_decay_mask(gates, scan, q.shape[2]), *options)
-    output = _empty_beside_heads(q, v)
+    output = _empty_output(q, v)
     varies = gates[0].shape[1] > 1  # within the batch
     mask = None if varies else _mean_decay_mask(gates, scan, q.shape[2])
     for rows in _rows(q):
@@ -524,7 +524,7 @@ class _ChunkForm(torch.autograd.Function):
 
 def _attend_by_tiles(q, k, v, rightward, leftward, options):
     batch, heads, length, _ = q.shape
-    output = _empty_beside_heads(q, v)
+    output = _empty_output(q, v)
     row_sums = None if options.eps is None else v.new_empty(batch, heads, length, 1, dtype=_sum_dtype(v.dtype))
     for tile in _tiles(q):
         gates = (_cut(g, *tile) for g in (rightward, leftward))
