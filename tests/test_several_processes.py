@@ -277,7 +277,7 @@ run(pretrain_mlm.main)
         ("", ["--max_step", "3"], "failing.py: error: unknown argument --max_step: did you mean max_steps"),
         (
             "",
-            ["--learning_rate", "1e38", "--max_nonfinite_steps", "0"],
+            ["--learning_rate", "1e30", "--max_nonfinite_steps", "0"],
             "failing.py: error: the loss or its gradient was not finite in 1 updates in a row, up to step",
         ),
     ],
