@@ -37,7 +37,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lion_transformers.scripts import glue_report, pretrain_mlm, run_glue, train_image_classification, training
 from lion_transformers.scripts.arguments import UsageError, run
-from lion_transformers.scripts.batching import DrawnCollator, DrawnExamples
+from lion_transformers.scripts.batching import DrawnCollator, DrawnExamples, shield_from_signals
 from lion_transformers.scripts.checkpointing import clear_output_dir, list_checkpoints, writing
 from lion_transformers.scripts.resuming import read_checkpoint
 from lion_transformers.tokenization.corpus import load_files
@@ -987,6 +987,18 @@ def test_a_signal_to_all_processes_of_a_run_is_one_to_the_run(monkeypatch, tmp_p
         read_checkpoint(Path(f"out/checkpoint-{step}"))
     last = list_checkpoints(Path("out"))[-1]
     assert list(train("--max_steps", "100000", stop=("sigterm", last))) == [last]
+
+
+def test_workers_of_a_loader_leave_ctrl_c_to_their_run():
+    class Ignores:
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+    (ignores,) = DataLoader(Ignores(), num_workers=1, worker_init_fn=shield_from_signals)
+    assert ignores
 
 
 def test_a_checkpoint_of_elsewhere_costs_no_other_run_its_own(tmp_path):
