@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from torch.distributed import TCPStore
 from transformers import HfArgumentParser
 
 
@@ -43,10 +43,12 @@ def run(main: Callable[[], None]) -> None:
     """Run a script's `main`. A failure that the user can mend becomes one line on stderr and exit code 2.
 
     Such are a `UsageError`, and a disk that does not take what a library writes, its cache for example. What several
-    processes have to say is said once, by the first of them, whichever that is.
+    processes have to say is said once, by the first of them, whichever that is. Ctrl-C is exit code 130.
     """
     try:
         main()
+    except KeyboardInterrupt:
+        _fail("interrupted.", exit_code=130)
     except UsageError as error:
         _fail(one_line(error))
     except OSError as error:
@@ -55,22 +57,26 @@ def run(main: Callable[[], None]) -> None:
         _fail(f"{one_line(error)}: make room there, or make it writable, then start again.")
 
 
-def _fail(message: str) -> None:
+def _fail(message: str, exit_code: int = 2) -> None:
     sentence = f"{Path(sys.argv[0]).name}: error: {message}"
     if is_first_to_say(sentence):
         print(sentence, file=sys.stderr, flush=True)
-    sys.exit(2)
+    sys.exit(exit_code)
 
 
 def is_first_to_say(sentence: str) -> bool:
     """Whether no other process has said it, as far as the store by which processes meet can be asked."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return True
     try:
+        from torch.distributed import TCPStore  # not in every build of torch
+
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection((address, port), timeout=1).close()  # TCPStore takes longer, and prints its stack
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
         return store.add(f"said: {sentence}", 1) == 1
-    except (KeyError, RuntimeError):  # it has gone with its process, or has not been there yet
+    # It has gone with its process, or has not been there yet, or nothing says where it is.
+    except (ImportError, KeyError, ValueError, OSError, RuntimeError):
         return True
 
 
@@ -206,7 +212,7 @@ def _load_recipe(argv: Sequence[str]) -> dict[str, Any]:
         raise UsageError(f"there is no recipe {given}; the ones that come with the package: {', '.join(shipped)}.")
     try:
         recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=YamlLoader)
-    except yaml.YAMLError as error:
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"recipe {given} is not YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise UsageError(f"recipe {given} must hold `argument: value` lines.")

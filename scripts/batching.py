@@ -114,8 +114,9 @@ class DrawnCollator:
             return self.collator(list(examples))
 
 
-def shield_from_sigterm(_worker: int) -> None:
-    """Let a loader's worker end when its run says so alone: a run that is sent SIGTERM, as all its group is, saves."""
+def shield_from_signals(_worker: int) -> None:
+    """Let a loader's worker end when its run says so alone: a run that is stopped, as all its group is, saves."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def wait_for_parent() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
@@ -163,7 +164,7 @@ def endless_batches(
         batch_sampler=positions,
         collate_fn=DrawnCollator(collator, seed),
         num_workers=num_workers,
-        worker_init_fn=shield_from_sigterm,
+        worker_init_fn=shield_from_signals,
         pin_memory=accelerator.device.type == "cuda",
         generator=torch.Generator(),  # else starting a loader would draw from the run's generator
     )
@@ -226,7 +227,7 @@ class StreamedBatches:
             collate_fn=self.collator,
             drop_last=True,
             num_workers=self.num_workers,
-            worker_init_fn=shield_from_sigterm,
+            worker_init_fn=shield_from_signals,
             pin_memory=self.accelerator.device.type == "cuda",
             generator=torch.Generator(),
         )

@@ -137,7 +137,10 @@ def writing(path: Path) -> Iterator[None]:
 def why_not_written(error: Exception) -> str | None:
     """What kept a file from being written, or None where that is not what the error is about."""
     message = one_line(error)
-    if isinstance(error, OSError) or (isinstance(error, SafetensorError) and "I/O error" in message):
+    if isinstance(error, SafetensorError) and "I/O error" in message:
+        return message
+    # Those of a tracker's connection are OSErrors, too: of a socket, or of requests, which give no number.
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
         return message
     if isinstance(error, RuntimeError) and ("inline_container" in message or "PytorchStreamWriter" in message):
         return "the disk did not take all of a file"  # torch's archive writer tells only how far it has come

@@ -34,8 +34,20 @@ def run_folder(output_dir: Path, task: str, seed: int) -> Path:
 def finished_runs(output_dir: Path, task: str) -> dict[int, dict[str, Any]]:
     """Seed → results of the complete runs of a task."""
     files = sorted((output_dir / task).glob("seed-*/results.json"))
-    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    runs = [read_results(file) for file in files]
     return {run["seed"]: run for run in sorted(runs, key=lambda run: run["seed"])}
+
+
+def read_results(file: Path) -> dict[str, Any]:
+    """What a call of GLUE has written.
+
+    Raises:
+        UsageError: it is damaged.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{file} is damaged: delete it, and the call that wrote it makes it again.") from error
 
 
 def best_seed(runs: dict[int, dict[str, Any]]) -> int:
@@ -84,7 +96,7 @@ def read_summaries(folders: list[str], name: str) -> dict[str, dict[str, Any]]:
         compared = Path(folder).resolve().name
         if compared == name or compared in summaries:
             raise UsageError(f"two folders to compare are called {compared}, by which the table tells them apart.")
-        summaries[compared] = next(iter(json.loads(file.read_text(encoding="utf-8"))["models"].values()))  # its own
+        summaries[compared] = next(iter(read_results(file)["models"].values()))  # its own
     return summaries
 
 

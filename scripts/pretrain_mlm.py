@@ -80,7 +80,7 @@ from lion_transformers.scripts.training import (
     load_tokenizer,
     prepare_training,
     start,
-    stopping_on_sigterm,
+    stopping_on_signals,
 )
 from lion_transformers.tokenization.corpus import files_arguments
 
@@ -663,7 +663,7 @@ def main() -> None:
     accelerator, checkpoint = start(arguments.training, arguments.flat)
     pretraining = prepare(arguments, accelerator, checkpoint)
     begin(accelerator, "pretrain_mlm", arguments.flat, checkpoint)
-    with stopping_on_sigterm(accelerator):
+    with stopping_on_signals(accelerator):
         train_and_save(pretraining, started)
     accelerator.end_training()
 

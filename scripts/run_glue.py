@@ -57,6 +57,7 @@ from lion_transformers.scripts.glue import TASKS, DataArguments, Task, encode, l
 from lion_transformers.scripts.glue_report import (
     best_seed,
     finished_runs,
+    read_results,
     read_summaries,
     run_folder,
     write_predictions,
@@ -86,7 +87,7 @@ from lion_transformers.scripts.training import (
     prepare_training,
     show_progress_once,
     start,
-    stopping_on_sigterm,
+    stopping_on_signals,
 )
 
 
@@ -206,7 +207,7 @@ class Job:
         file = self.output_dir / "results.json"
         if not file.is_file():
             return False
-        self.check_settings(self.output_dir, json.loads(file.read_text(encoding="utf-8")))
+        self.check_settings(self.output_dir, read_results(file))
         return True
 
     def check_settings(self, folder: Path, earlier: dict[str, Any]) -> None:
@@ -599,7 +600,7 @@ def main() -> None:
     pending = [fit_batch_size(job, accelerator.num_processes) for job in pending]
     rows = load_tasks(pending, accelerator)
     tokenizer = load_task_tokenizer(arguments.model) if pending else None
-    with stopping_on_sigterm(accelerator):
+    with stopping_on_signals(accelerator):
         for name, group in itertools.groupby(pending, key=lambda job: job.task.name):
             runs = list(group)
             with accelerator.main_process_first(), preparing():

@@ -34,6 +34,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from datasets import Dataset
 from matplotlib.figure import Figure
+from safetensors import SafetensorError
 from sklearn.metrics import ConfusionMatrixDisplay, accuracy_score, confusion_matrix, top_k_accuracy_score
 from timm.data.distributed_sampler import RepeatAugSampler
 from torch import Tensor, nn
@@ -89,7 +90,7 @@ from lion_transformers.scripts.training import (
     prepare_training,
     provenance,
     start,
-    stopping_on_sigterm,
+    stopping_on_signals,
 )
 
 
@@ -267,7 +268,7 @@ def load_teacher(name: str, student: PreTrainedModel, processor: ViTImageProcess
     """
     try:
         model = AutoModelForImageClassification.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(f"cannot load the teacher {name}: {why_not_loaded(error)}") from error
     config, student_config = model.config, student.config
     if config.num_labels != student_config.num_labels:
@@ -716,7 +717,7 @@ def main() -> None:
     else:
         classification = prepare(arguments, accelerator, checkpoint)
         begin(accelerator, "train_image_classification", arguments.flat, checkpoint)
-        with stopping_on_sigterm(accelerator):
+        with stopping_on_signals(accelerator):
             train_and_save(classification, started)
     accelerator.end_training()
 

@@ -26,6 +26,7 @@ from accelerate.utils import DistributedType, ProjectConfiguration, broadcast_ob
 from accelerate.utils import load as load_without_code
 from huggingface_hub.errors import StrictDataclassError
 from matplotlib.figure import Figure
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -227,14 +228,25 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
             log_with=None if args.report_to == ["none"] else args.report_to,
             project_config=ProjectConfiguration(args.output_dir, logging_dir=str(Path(args.output_dir, "runs"))),
         )
-    except ValueError as error:
+    except (ValueError, ImportError) as error:  # DeepSpeed may be missing
         raise UsageError(one_line(error)) from error
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    if accelerator.num_processes != launched:  # each would train alone, into the same folder
-        raise UsageError(f"{launched} processes that do not work together: without GPUs, set ACCELERATE_USE_CPU=true.")
+    check_processes(accelerator)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         configure_deepspeed(accelerator, args)
     return accelerator
+
+
+def check_processes(accelerator: Accelerator) -> None:
+    """Refuse processes that would train otherwise than they were launched to."""
+    dividing = [DistributedType.FSDP, DistributedType.DEEPSPEED]
+    asked = [kind for kind in dividing if os.environ.get(f"ACCELERATE_USE_{kind.value}", "").lower() == "true"]
+    if asked and accelerator.distributed_type not in dividing:  # Accelerate would leave weights whole without a word
+        raise UsageError(
+            f"{asked[0].value} divides over GPUs only, and this run uses none: start it without that --config_file."
+        )
+    launched = int(os.environ.get("WORLD_SIZE") or 1)
+    if accelerator.num_processes != launched:  # each would train alone, into the same folder
+        raise UsageError(f"{launched} processes that do not work together: without GPUs, set ACCELERATE_USE_CPU=true.")
 
 
 def configure_deepspeed(accelerator: Accelerator, args: TrainingArguments) -> None:
@@ -278,22 +290,33 @@ _stop = threading.Event()
 
 
 class StopRequested(Exception):
-    """A process has been sent SIGTERM, as clusters do before they take a machine away."""
+    """A process has been sent SIGTERM, as clusters do before they take a machine away, or SIGINT, by Ctrl-C."""
 
 
 @contextmanager
-def stopping_on_sigterm(accelerator: Accelerator) -> Iterator[None]:
-    """Let a run end by itself when any of its processes is sent SIGTERM: with a checkpoint, and exit code 0."""
-    before = signal.signal(signal.SIGTERM, lambda *_: _stop.set())
+def stopping_on_signals(accelerator: Accelerator) -> Iterator[None]:
+    """Let a run end by itself when a process is sent SIGTERM or SIGINT: with a checkpoint, and exit code 0.
+
+    A second SIGINT interrupts it at once.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def request_stop(*_: Any) -> None:
+        _stop.set()
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+
     try:
+        for number in before:
+            signal.signal(number, request_stop)
         yield
     except StopRequested:
         if accelerator.is_main_process:
-            tqdm.write("stopped by SIGTERM; the same command goes on from the last checkpoint")
+            tqdm.write("stopped; the same command goes on from the last checkpoint")
         accelerator.end_training()
         sys.exit(0)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         _stop.clear()  # what runs next in this process has not been asked to stop
 
 
@@ -320,7 +343,7 @@ def check_stop(accelerator: Accelerator) -> None:
     """To be called by all processes.
 
     Raises:
-        StopRequested: one has been sent SIGTERM.
+        StopRequested: one has been asked to stop.
     """
     (stop,) = in_any_process(accelerator, _stop.is_set())
     if stop:
@@ -363,8 +386,8 @@ def build_model(args: ModelArguments, auto_class: type, settings: dict[str, Any]
             loading = {"config": config, "dtype": torch.float32, "trust_remote_code": False, **loading}
             return auto_class.from_pretrained(name, **loading)
         return auto_class.from_config(config, dtype=torch.float32)
-    # RuntimeError: weights of other sizes; KeyError: an activation that is not there.
-    except (OSError, ValueError, TypeError, RuntimeError, KeyError, StrictDataclassError) as error:
+    # RuntimeError: weights of other sizes; SafetensorError: a file that is cut; KeyError: an unknown activation.
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError, KeyError, StrictDataclassError) as error:
         raise UsageError(f"cannot make the model {name or args.model_type}: {why_not_loaded(error)}") from error
 
 
@@ -715,7 +738,8 @@ class TrainingRun:
         if nonfinite and self.accelerator.is_main_process:
             tqdm.write(f"step {step}: the loss or its gradient is not finite; this update is left out")
         if state.nonfinite_steps > args.max_nonfinite_steps:
-            file = self.output_dir / f"nonfinite-batch-{step}-process-{self.accelerator.process_index}.safetensors"
+            files = self.output_dir / f"nonfinite-batch-{step}-process-*.safetensors"  # so all say one sentence
+            file = files.with_name(files.name.replace("*", str(self.accelerator.process_index)))
             tensors = {
                 f"{number}.{name}": tensor.cpu().contiguous()
                 for number, batch in enumerate(micro_batches)
@@ -725,7 +749,7 @@ class TrainingRun:
                 atomic_write(file, functools.partial(save_file, tensors))
             raise UsageError(
                 f"the loss or its gradient was not finite in {state.nonfinite_steps} updates in a row, up to step"
-                f" {step}, whose batch is in {file}: look at it, or try a lower learning rate."
+                f" {step}, whose batches are in {files}: look at them, or try a lower learning rate."
             )
 
     def sum_updates(self) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import training_checks
 from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoModelForImageClassification
 
 from lion_transformers import (
     LionConfig,
@@ -27,6 +28,8 @@ from lion_transformers import (
     LionModel,
 )
 from lion_transformers.scripts import pretrain_mlm, run_glue, train_image_classification
+from lion_transformers.scripts.arguments import UsageError
+from lion_transformers.scripts.training import ModelArguments, build_model
 from lion_transformers.tokenization import build_character_tokenizer
 
 
@@ -357,6 +360,16 @@ IN_WORKERS = [["--streaming", "--dataloader_num_workers", "1"], ["--preprocessin
 TINY_LION = ["--config", ",".join(f"{name}={value}" for name, value in SIZES.items())]
 pretrain = functools.partial(training_checks.run_script, pretrain_mlm)
 pretraining_fails = functools.partial(training_checks.fails_with, pretrain_mlm)
+
+
+def test_weights_that_are_cut_are_one_sentence(tmp_path):
+    build(LionForImageClassification).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(UsageError, match=r"cannot make the model .*: .*not fully covered"):
+        build_model(ModelArguments(model_name_or_path=str(tmp_path)), AutoModelForImageClassification, {})
+    with pytest.raises(UsageError, match=r"cannot load the teacher .*: .*not fully covered"):
+        train_image_classification.load_teacher(str(tmp_path), None, None, None)
 
 
 @pytest.fixture

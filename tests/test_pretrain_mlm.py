@@ -189,6 +189,12 @@ def test_the_command_line_overrides_the_recipe(tmp_path):
     }
 
 
+def test_a_recipe_of_bytes_is_no_yaml():
+    Path("recipe.yaml").write_bytes(b"seed: \xff\xfe\n")
+    with pytest.raises(UsageError, match=r"recipe recipe\.yaml is not YAML: "):
+        parse("--output_dir", "out", "--recipe", "recipe.yaml")
+
+
 @pytest.mark.parametrize(
     ("recipe", "argv", "message"),
     [

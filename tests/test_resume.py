@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import divided_run
@@ -21,6 +22,7 @@ import numpy as np
 import pandas
 import PIL.Image
 import pytest
+import requests
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -35,6 +37,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lion_transformers.scripts import glue_report, pretrain_mlm, run_glue, train_image_classification, training
 from lion_transformers.scripts.arguments import UsageError, run
+from lion_transformers.scripts.batching import DrawnCollator, DrawnExamples, shield_from_signals
 from lion_transformers.scripts.checkpointing import clear_output_dir, list_checkpoints, writing
 from lion_transformers.scripts.resuming import read_checkpoint
 from lion_transformers.tokenization.corpus import load_files
@@ -148,8 +151,8 @@ class Trainer:
     def __call__(self, *options, stop=None):
         """Weights, and by step all tensors of the micro-batches of an update.
 
-        `stop` is (how, step): KeyboardInterrupt in the middle of the update after that step, or SIGTERM in it, or
-        SIGTERM in the evaluation after it.
+        `stop` is (how, step): KeyboardInterrupt in the middle of the update after that step, or SIGTERM or SIGINT in
+        it, or SIGTERM in the evaluation after it.
         """
         seen = {}
         how, when = stop or (None, None)
@@ -163,8 +166,8 @@ class Trainer:
         def spy(run, micro_batches):
             seen[run.state.step] = [{name: part.clone() for name, part in each.items()} for each in micro_batches]
             backwards.clear()
-            if how == "sigterm" and run.state.step == when:
-                os.kill(os.getpid(), signal.SIGTERM)
+            if how in ("sigterm", "sigint") and run.state.step == when:
+                os.kill(os.getpid(), signal.Signals[how.upper()])
             return accumulate(run, micro_batches)
 
         def interrupted_backward(accelerator, loss):
@@ -254,6 +257,31 @@ def test_a_run_that_was_stopped_is_the_one_that_was_not(monkeypatch, kind):
         else:
             assert list_checkpoints(folder)[-1] == last_checkpoint
     assert_same_run(folder, whole)
+
+
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_ctrl_c_stops_a_run_as_sigterm_does(monkeypatch, kind):
+    train = Trainer(monkeypatch, kind)
+    train(stop=("sigint", 4))
+    assert list_checkpoints(train.folder("out"))[-1] == 5
+    assert list(train("--resume_from_checkpoint", "latest")) == list(range(5, 10))
+
+
+def test_a_second_ctrl_c_interrupts_at_once():
+    with pytest.raises(KeyboardInterrupt), training.stopping_on_signals(SimpleNamespace()):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert training._stop.is_set()
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not training._stop.is_set()
+
+
+def test_an_interrupted_script_says_so_without_a_traceback(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as exit:
+        run(interrupted)
+    assert exit.value.code == 130 and capsys.readouterr().err.endswith(": error: interrupted.\n")
 
 
 def test_the_tracker_has_every_step_once(monkeypatch):
@@ -398,11 +426,54 @@ def test_other_runs_go_on_from_the_checkpoint_that_is_named_too(monkeypatch, kin
     assert 7 not in list_checkpoints(folder)  # of the time line that has been left
 
 
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_copies_of_an_example_are_drawn_by_their_positions(monkeypatch, kind):
+    train = Trainer(monkeypatch, kind)
+    if kind == "text":
+        Path("train.txt").write_text("the small cat sees a big dog in the red house\n" * 36)
+    for file in Path("train").rglob("*.png"):
+        file.write_bytes(Path("train/blue/0.png").read_bytes())
+    seen = train("--max_steps", "3")
+    name = "labels" if kind == "text" else "pixel_values"
+    rows = torch.cat([batch[name].flatten(1) for batches in seen.values() for batch in batches])
+    assert len(rows) == 24 and len(rows.unique(dim=0)) > 12
+
+
+def test_what_is_drawn_follows_from_the_seed_and_the_position():
+    class Draws:
+        def __getitem__(self, index):
+            return torch.rand(()).item()
+
+    def of_example(seed, position):
+        return DrawnExamples(Draws(), seed)[position, 0][1]
+
+    def of_batch(seed, position):
+        return DrawnCollator(lambda _: torch.rand(()).item(), seed)([(position, None), (9, None)])
+
+    draws = {(of, *key): of(*key) for of in (of_example, of_batch) for key in [(1, 0), (1, 1), (2, 0), (2, 1)]}
+    assert len(set(draws.values())) == 8
+    assert all(of(*key) == draw for (of, *key), draw in draws.items())
+
+
 def test_a_checkpoint_of_another_script_is_refused(train, capsys):
     train.module, train.argv = pretrain_mlm, Trainer(train.monkeypatch, "streamed text").argv
     assert "out/checkpoint-7 was made with " in failure(train, capsys)
     images = Trainer(train.monkeypatch, "images")
     assert "out/checkpoint-7 was made with " in failure(images, capsys)
+
+
+def test_results_of_glue_that_are_damaged_are_named(monkeypatch, capsys):
+    train = Trainer(monkeypatch, "GLUE")
+    train()
+    Path("other").mkdir()
+    Path("other/glue.json").write_bytes(Path("out/glue.json").read_bytes())
+    results = Path("out/sst2/seed-17/results.json")
+    for file, options in [(results, []), (Path("other/glue.json"), ["--compare", "other"])]:
+        truncate(file)
+        message = failure(train, capsys, *options)
+        assert message.endswith(f"{file} is damaged: delete it, and the call that wrote it makes it again.")
+        file.unlink()
+        assert list(train()) == [] and results.exists()
 
 
 def test_the_latest_checkpoint_is_the_one_of_the_highest_step(train):
@@ -641,6 +712,19 @@ def test_a_full_cache_is_named(train, capsys):
     assert message.endswith("make room there, or set HF_DATASETS_CACHE to another folder.")
 
 
+def test_a_checkpoint_has_its_manifest_before_its_name(monkeypatch):
+    published, replace = [], os.replace
+
+    def look_and_replace(source, destination):
+        if Path(destination).name.startswith("checkpoint-"):
+            published.append(read_checkpoint(Path(source)).state["step"])
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", look_and_replace)
+    Trainer(monkeypatch, "text")()
+    assert published == [3, 6, 9, 10]
+
+
 def test_a_full_disk_is_one_sentence_whatever_is_written(capsys):
     with pytest.raises(SystemExit) as exit:
         run(full)
@@ -656,9 +740,18 @@ def full(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device", "cache/file")
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), SafetensorError("invalid tensor")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("shape mismatch"),
+        SafetensorError("invalid tensor"),
+        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+        requests.ConnectionError("Max retries exceeded with url: /log"),
+    ],
+    ids=repr,
+)
 def test_only_a_file_that_cannot_be_written_is_called_so(tmp_path, error):
-    with pytest.raises(type(error), match=str(error)), writing(tmp_path / "checkpoint-1"):
+    with pytest.raises(type(error), match=re.escape(str(error))), writing(tmp_path / "checkpoint-1"):
         raise error
 
 
@@ -704,6 +797,15 @@ def test_updates_that_are_not_finite_are_left_out(monkeypatch):
     assert {int(each["step"]) for each in optimizer["state"].values()} == {7}
 
 
+def test_an_update_of_which_the_gradient_alone_is_not_finite_is_left_out(monkeypatch):
+    monkeypatch.setenv("NAN", "4")
+    monkeypatch.setattr(training.TrainingRun, "update", divided_run.disturbed(training.TrainingRun.update))
+    Trainer(monkeypatch, "text")()
+    assert all(tensor.isfinite().all() for tensor in load_file("out/model.safetensors").values())
+    optimizer = torch.load("out/checkpoint-10/optimizer.bin", weights_only=True)
+    assert {int(each["step"]) for each in optimizer["state"].values()} == {9}
+
+
 def assert_same_run_but_for_losses(folder, expected):
     weights, expected_weights = (load_file(each / "model.safetensors") for each in (folder, expected))
     for name, tensor in expected_weights.items():
@@ -715,10 +817,10 @@ def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run(monkeypatch, 
     expected = train("--output_dir", "whole")
     with_loss({step: float("nan") for step in [1, 2, 5, 6, 7, 8]}, monkeypatch)
     train.argv += ["--max_nonfinite_steps", "2"]
-    file = "out/nonfinite-batch-8-process-0.safetensors"
     message = sentence(train, capsys)
-    assert f"was not finite in 3 updates in a row, up to step 8, whose batch is in {file}: look at it" in message
-    batch = load_file(file)
+    files = "out/nonfinite-batch-8-process-*.safetensors"  # the same sentence in every process
+    assert f"was not finite in 3 updates in a row, up to step 8, whose batches are in {files}: look at th" in message
+    batch = load_file("out/nonfinite-batch-8-process-0.safetensors")
     for number, micro_batch in enumerate(expected[7]):
         for name, tensor in micro_batch.items():
             assert torch.equal(batch[f"{number}.{name}"], tensor)
@@ -864,8 +966,9 @@ def test_a_stream_goes_on_with_as_many_processes_alone(monkeypatch):
         checkpoint.check_layout({**checkpoint.layout, "num_processes": 2})
 
 
-def test_sigterm_to_all_processes_of_a_run_is_one_to_the_run(monkeypatch, tmp_path):
-    """As clusters send it: to the workers of the loader, too."""
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_to_all_processes_of_a_run_is_one_to_the_run(monkeypatch, tmp_path, name):
+    """As clusters and terminals send it: to the workers of the loader, too."""
     train = Trainer(monkeypatch, "text in worker processes")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, train.module.__file__, *train.argv, "--max_steps", "100000"]
@@ -874,7 +977,7 @@ def test_sigterm_to_all_processes_of_a_run_is_one_to_the_run(monkeypatch, tmp_pa
         while not list_checkpoints(Path("out")):
             assert child.poll() is None, child.stderr.read()
             time.sleep(0.05)
-        os.killpg(child.pid, signal.SIGTERM)
+        os.killpg(child.pid, signal.Signals[name])
         _, stderr = child.communicate(timeout=60)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -884,6 +987,18 @@ def test_sigterm_to_all_processes_of_a_run_is_one_to_the_run(monkeypatch, tmp_pa
         read_checkpoint(Path(f"out/checkpoint-{step}"))
     last = list_checkpoints(Path("out"))[-1]
     assert list(train("--max_steps", "100000", stop=("sigterm", last))) == [last]
+
+
+def test_workers_of_a_loader_leave_ctrl_c_to_their_run():
+    class Ignores:
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+    (ignores,) = DataLoader(Ignores(), num_workers=1, worker_init_fn=shield_from_signals)
+    assert ignores
 
 
 def test_a_checkpoint_of_elsewhere_costs_no_other_run_its_own(tmp_path):

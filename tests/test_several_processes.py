@@ -1,6 +1,7 @@
 """Several processes: configuration files of Accelerate, weights and states divided (FSDP, ZeRO), failures of one."""
 
 import os
+import socket
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import divided_run
 import pytest
+import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from safetensors.torch import load_file
@@ -17,11 +19,12 @@ from training_checks import TWO_CPUS, run_and_check, run_command
 
 from lion_transformers import LionConfig, LionModel
 from lion_transformers.scripts import pretrain_mlm, run_glue, train_image_classification, training
-from lion_transformers.scripts.arguments import UsageError
+from lion_transformers.scripts.arguments import UsageError, is_first_to_say
 from lion_transformers.scripts.checkpointing import claim_output_dir, list_checkpoints, make_output_dir
 from lion_transformers.scripts.training import (
     TrainingArguments,
     TrainingRun,
+    check_processes,
     configure_deepspeed,
     form_of_optimizer_states,
 )
@@ -210,6 +213,22 @@ def test_two_processes_train_as_one_and_one_writes(script, monkeypatch, tmp_path
     assert len(written) == 4 and {path.name for path in written} == {"random_states_1.pkl"}
 
 
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+def test_what_would_not_be_divided_is_refused(kind, monkeypatch):
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
+    whole = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=1)
+    with pytest.raises(UsageError, match=f"{kind} divides over GPUs only, .* start it without that --config_file"):
+        check_processes(whole)
+    check_processes(SimpleNamespace(distributed_type=DistributedType[kind], num_processes=1))
+
+
+def test_fsdp_without_gpus_is_refused(monkeypatch, tmp_path):
+    launch = [*LAUNCH, "--config_file", config_file("fsdp2", 1), "--main_process_port", "0", pretrain_mlm.__file__]
+    result = run_command([*launch, *Trainer(monkeypatch, "text").argv], tmp_path)
+    assert result.returncode != 0 and not list_checkpoints(Path("out"))
+    assert result.stderr.count("pretrain_mlm.py: error: FSDP divides over GPUs only") == 1
+
+
 # Starting together, failing alone
 
 
@@ -256,8 +275,13 @@ run(pretrain_mlm.main)
         ("1", [], "failing.py: error: this batch is bad."),
         ("0 1", [], "failing.py: error: this batch is bad."),
         ("", ["--max_step", "3"], "failing.py: error: unknown argument --max_step: did you mean max_steps"),
+        (
+            "",
+            ["--learning_rate", "1e30", "--max_nonfinite_steps", "0"],
+            "failing.py: error: the loss or its gradient was not finite in 1 updates in a row, up to step",
+        ),
     ],
-    ids=["the second process", "both", "both, before they meet"],
+    ids=["the second process", "both", "both, before they meet", "both, of their own batches"],
 )
 def test_what_any_process_has_to_say_is_said_once(failing, options, sentence, monkeypatch, tmp_path):
     monkeypatch.setenv("FAILING", failing)
@@ -265,3 +289,26 @@ def test_what_any_process_has_to_say_is_said_once(failing, options, sentence, mo
     result = run_command([*TWO_CPUS, "failing.py", *Trainer(monkeypatch, "text").argv, *options], tmp_path)
     assert result.returncode != 0
     assert result.stderr.count(sentence) == 1
+
+
+def test_the_first_process_that_asks_the_store_says_a_sentence(monkeypatch):
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    assert [is_first_to_say(sentence) for sentence in "aba"] == [True, True, False]
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", ""), ("MASTER_PORT", ""), ("MASTER_ADDR", "127.0.0.1")])
+def test_a_sentence_is_said_where_no_store_can_be_asked(name, value, monkeypatch):
+    """And TCPStore, which would wait and print its stack, is not even tried."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = str(server.getsockname()[1])
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free, name: value}
+    for each, given in where.items():
+        monkeypatch.setenv(each, given)
+    tried = []
+    monkeypatch.setattr(torch.distributed, "TCPStore", lambda *_, **__: tried.append(1))
+    assert is_first_to_say("a") and not tried
+    monkeypatch.delattr(torch.distributed, "TCPStore")
+    assert is_first_to_say("a")
