@@ -1174,7 +1174,12 @@ def test_compiled_chunk_form_needs_one_more_graph_where_blocks_form_groups():
 
 def test_compiled_auto_needs_one_graph_for_each_form():
     model = build(LionModel, num_hidden_layers=1, chunk_size=64)
-    assert count_graphs(model, dynamic=True, lengths=(20, 33, 60, 70, 131, 200, 333)) == 2
+    assert count_graphs(model, dynamic=True, lengths=(70, 131, 200, 333, 391)) == 2
+
+
+def test_compiled_parallel_form_needs_one_more_graph_where_the_mask_has_several_blocks():
+    model = build(LionModel, num_hidden_layers=1)
+    assert count_graphs(model, dynamic=True, lengths=(20, 33, 60, 70, 131, 200)) == 2
 
 
 @pytest.mark.parametrize("mode", ["parallel", "chunk"])
