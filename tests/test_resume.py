@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 from training_checks import TWO_CPUS, run_and_check, run_command
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -836,6 +838,7 @@ def run_forked(argv, seconds):
     if child == 0:
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            tqdm.set_lock(threading.RLock())  # that of the parent, if it is killed with it, stays locked for both
             sys.argv = [pretrain_mlm.__file__, *argv]
             pretrain_mlm.main()
             os._exit(0)
