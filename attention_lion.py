@@ -427,8 +427,9 @@ def _decays_between(across):
 
 def _parallel_form(q, k, v, gates, scan, scale, diagonal, eps, dropout_p, return_weights):
     options = (scale, diagonal, eps, dropout_p, return_weights)
-    # Whoever needs the matrix, to look at it or for gradients, needs all of it at once.
-    if return_weights or torch.is_grad_enabled() or gates is None or _is_traced():
+    # Whoever needs the matrix, to look at it or for gradients, needs all of it at once; tiles are for a CPU's cache.
+    whole = return_weights or torch.is_grad_enabled() or q.device.type != "cpu"
+    if whole or gates is None or _is_traced():
         return _weigh(q, k, v, None if gates is None else _mean_decay_mask(gates, scan, q.shape[2]), *options)
     output = _empty_output(q, v)
     varies = gates[0].shape[1] > 1  # within the batch
@@ -443,7 +444,7 @@ def _parallel_form(q, k, v, gates, scan, scale, diagonal, eps, dropout_p, return
 def _rows(q):
     """Slices of the batch whose matrices of all pairs of tokens make tiles like those of `_tiles`."""
     batch, heads, length, width = q.shape
-    rows = max(1, _TILE * width // (heads * length * length)) if q.device.type == "cpu" else batch
+    rows = max(1, _TILE * width // (heads * length * length))
     return [slice(i, i + rows) for i in range(0, batch, rows)]
 
 

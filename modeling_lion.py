@@ -311,7 +311,7 @@ def _linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     tensor in its own layout, and for many tokens a convolution over single pixels, which is the same product.
     """
     is_plain = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter  # not adapted, quantised or sharded
-    if is_tracing(x) or torch.is_grad_enabled() or not is_plain or _is_watched(layer) or not _suits_onednn(layer, x):
+    if is_tracing(x) or torch.is_grad_enabled() or not is_plain or not _suits_onednn(layer, x) or _is_watched(layer):
         return layer(x)
     if x.numel() < TOKENS_OF_CONVOLUTION * layer.in_features:
         return nn.functional.linear(x.contiguous().to_mkldnn(), layer.weight, layer.bias).to_dense()

@@ -260,9 +260,7 @@ def benchmark_floor(arguments: FloorArguments) -> Result:
                     "products": count_products(products),
                 }
             )
-    products = (
-        "its matrix products alone (mm, addmm, bmm, baddbmm, and convolutions that linear layers are computed as)"
-    )
+    products = "its matrix products alone (mm, addmm, bmm, baddbmm, and linear layers by oneDNN)"
     title = f"{model_title(arguments, 'time')} Beside each model {products}."
     return Result(title, times=times, has_figure=False)
 

@@ -121,26 +121,29 @@ class ImagesArguments(BaseModelArguments):
 
 
 @dataclass
-class FlatArguments(BaseModelArguments):
-    passes: list[str] = field(**options(PASSES, help="What to measure."))
+class BaseTextArguments(BaseModelArguments):
+    """Of commands that measure LION's text models alone."""
+
     lengths: list[int] = field(**numbers(512, 32768, help="Tokens of a text."))
-    tokens: int = HfArg(default=32768, help="In a batch: it has as many sequences as fit, one at least.")
     modality, scan_orders, peer = "text", ("raster",), "none"
 
 
 @dataclass
-class PackingArguments(BaseModelArguments):
+class FlatArguments(BaseTextArguments):
+    passes: list[str] = field(**options(PASSES, help="What to measure."))
+    tokens: int = HfArg(default=32768, help="In a batch: it has as many sequences as fit, one at least.")
+
+
+@dataclass
+class PackingArguments(BaseTextArguments):
     decays: list[str] = field(**options(DECAYS, ["selective"], help="Of the models: LION-LIT, LION-D, LION-S."))
     lengths: list[int] = field(**numbers(128, 512, help="Tokens of a row."))
     documents: int = HfArg(default=64, help="How many; half of them have at most a quarter of a row's tokens.")
-    modality, scan_orders, peer = "text", ("raster",), "none"
 
 
 @dataclass
-class FloorArguments(BaseModelArguments):
+class FloorArguments(BaseTextArguments):
     passes: list[str] = field(**options(PASSES, ["inference"], help="What to measure."))
-    lengths: list[int] = field(**numbers(512, 32768, help="Tokens of a text."))
-    modality, scan_orders, peer = "text", ("raster",), "none"
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """How scripts/benchmark.py measures: time in turn, peak memory in a fresh process, matrix products alone."""
 
 import ctypes
+import functools
 import gc
 import multiprocessing
 import os
@@ -234,8 +235,8 @@ def replay_products(products: list[tuple], device: str = "cpu") -> Callable[[], 
     """A function that computes recorded products again, in their order, and nothing else.
 
     Weights are the recorded ones: a model reads each layer's from memory. All other operands, and the results but
-    those of oneDNN's layers, are buffers that are allocated here, once, with random values, shapes, strides and types
-    as recorded; operands that are alike share one.
+    those of layers, are buffers that are allocated here, once, with random values, shapes, strides and types as
+    recorded; operands that are alike share one.
     """
     buffers = {}
 
@@ -246,17 +247,18 @@ def replay_products(products: list[tuple], device: str = "cpu") -> Callable[[], 
             buffers[role, operand] = _random_tensor(operand, device)
         return buffers[role, operand]
 
+    in_own_layout = functools.cache(torch.Tensor.to_mkldnn)
     calls = []
     for name, factors, operands in products:
         tensors = [buffer(role, operand) for role, operand in enumerate(operands)]
-        if name in LAYERS:
-            x, weight, bias = (*tensors, None)[:3]
-            layer = (torch.convolution, [x, weight, bias], factors)
-            calls.append(layer if name == "convolution" else (nn.functional.linear, [x.to_mkldnn(), weight, bias], {}))
-            continue
-        shape = (*tensors[-2].shape[:-1], tensors[-1].shape[-1])
-        out = buffer("out", Operand.of(torch.empty(shape, dtype=tensors[-1].dtype, device="meta")))
-        calls.append((getattr(torch, name), tensors, {**factors, "out": out}))
+        if name == "mkldnn_linear":
+            calls.append((nn.functional.linear, [in_own_layout(tensors[0]), *tensors[1:]], {}))
+        elif name == "convolution":
+            calls.append((torch.convolution, [*tensors, None][:3], factors))  # a bias may be missing
+        else:
+            shape = (*tensors[-2].shape[:-1], tensors[-1].shape[-1])
+            out = buffer("out", Operand.of(torch.empty(shape, dtype=tensors[-1].dtype, device="meta")))
+            calls.append((getattr(torch, name), tensors, {**factors, "out": out}))
 
     @torch.no_grad()
     def replay():

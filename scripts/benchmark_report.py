@@ -25,8 +25,9 @@ from lion_transformers.scripts.checkpointing import atomic_write
 
 MARKERS = re.compile(r"<!-- benchmark: (\S+) -->\n(.*?)<!-- end of benchmark: \1 -->\n", re.DOTALL)
 FIGURES = "model_cards/figures"
-# Of a point: they are on the axes of a figure; all others tell its panels apart.
+# What `packing` says of the documents of a point.
 DOCUMENTS = ("documents", "real tokens", "real, padded", "real, packed")
+# Of a point: they are on the axes of a figure; all others tell its panels apart.
 AXES = ("tokens", "px", "batch", "layers", "chunk size", *DOCUMENTS)
 
 

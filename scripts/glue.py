@@ -210,10 +210,8 @@ def _read_tsv(task: Task, file: Path, split: str) -> Dataset:
     """One of GLUE's files, in which quotes mean nothing. Some rows of QQP lack fields: all readers leave them out."""
     columns = [*task.columns] if split.startswith("test") else [*task.columns, "label"]
     names = [task.tsv_columns.get(column, column) for column in columns]
-    with (
-        loading(str(file)),
-        file.open(encoding="utf-8-sig", newline="\n") as lines,
-    ):  # other characters that end lines are text
+    # Other characters that end lines are text.
+    with loading(str(file)), file.open(encoding="utf-8-sig", newline="\n") as lines:
         rows = [line.rstrip("\r\n").split("\t") for line in lines if line.strip()]
     if not rows:
         raise UsageError(f"{file} is empty.")

@@ -293,9 +293,10 @@ def mask_once(
 def mask_by_content(
     batch: dict[str, list], collator: DataCollatorForLanguageModeling, seed: int
 ) -> dict[str, list[list[int]]]:
-    """The same, drawn from the seed and the sequence itself: its place in a stream depends on who else reads it.
+    """The library's masking, drawn from the seed and the sequence itself.
 
-    Copies of a sequence that stand in one batch have targets of their own.
+    Its place in a stream depends on who else reads it. Copies of a sequence that stand in one batch have targets of
+    their own.
     """
     examples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
     copies: Counter[int] = Counter()

@@ -125,7 +125,8 @@ def test_averages_of_divided_weights_are_refused():
 # Runs of two processes
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "2"]
-ZERO = pytest.param("zero2", "DEEPSPEED", marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed"))
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+ZERO = pytest.param("zero2", "DEEPSPEED", marks=needs_deepspeed)
 KINDS = pytest.mark.parametrize(("kind", "name"), [("fsdp2", "FSDP"), ZERO])
 
 
