@@ -30,11 +30,9 @@ ATTENTION_MODES = ("parallel", "chunk", "rnn")
 DIRECTIONS = ("both", "forward", "backward")
 DIAGONALS = ("balanced", "doubled")
 
-# Longest sequence that "auto" computes in parallel form, by `scripts/benchmark.py forms` and of whole layers. Without
-# decays the chunk form is two small products and wins almost at once. For bfloat16 it wins earlier than for float32:
-# it multiplies in bfloat16, the parallel form in float32.
+# Longest sequence that "auto" computes in parallel form, by `scripts/benchmark.py forms` and of whole layers, in
+# float32 and in bfloat16. Without decays the chunk form is two small products and wins almost at once.
 PARALLEL_MAX_LENGTH = 200
-PARALLEL_MAX_LENGTH_IN_BFLOAT16 = 64
 PARALLEL_MAX_LENGTH_WITHOUT_DECAY = 32
 
 # Decays whose logarithm lies below this are exactly zero. They are far below a rounding error of the diagonal and of
@@ -46,7 +44,7 @@ _NEGLIGIBLE = {torch.float32: -26.0, torch.float64: -52.0}
 # way where a segment ends.
 _CLOSED = {dtype: 1.5 * exponent for dtype, exponent in _NEGLIGIBLE.items()}
 
-# Tokens per block of the parallel form's decay mask.
+# Most tokens per block of the parallel form's decay mask.
 _MASK_BLOCK = 64
 
 # Blocks whose states meet in one product; longer sequences carry group states between groups of this many blocks.
@@ -154,10 +152,9 @@ def lion_attention(
         return output.to(output_dtype)
 
 
-def choose_mode(length: int, has_decay: bool, dtype: torch.dtype = torch.float32) -> str:
+def choose_mode(length: int, has_decay: bool) -> str:
     """The form that "auto" stands for: parallel up to the measured crossover, chunk beyond it."""
-    longest = PARALLEL_MAX_LENGTH_IN_BFLOAT16 if dtype == torch.bfloat16 else PARALLEL_MAX_LENGTH
-    longest = longest if has_decay else PARALLEL_MAX_LENGTH_WITHOUT_DECAY
+    longest = PARALLEL_MAX_LENGTH if has_decay else PARALLEL_MAX_LENGTH_WITHOUT_DECAY
     return "parallel" if length <= longest else "chunk"
 
 
@@ -349,7 +346,9 @@ def _cumulative(gates):
 def _split_blocks(x, blocks, size, dim):
     """Dimension `dim` (negative) into `(blocks, size)`; the tail is filled with zeros, which add nothing."""
     missing = blocks * size - x.shape[dim]
-    return nn.functional.pad(x, (0, 0) * (-dim - 1) + (0, missing)).unflatten(dim, (blocks, size))
+    if _is_traced() or missing > 0:  # a tracer that asked would serve whole blocks only; padding by nothing is a copy
+        x = nn.functional.pad(x, (0, 0) * (-dim - 1) + (0, missing))
+    return x.unflatten(dim, (blocks, size))
 
 
 class _Decays(NamedTuple):
@@ -386,7 +385,10 @@ def _decay_mask(rightward, leftward):
     length = rightward.shape[-1]
     if length <= _MASK_BLOCK:
         return _decay_mask_of_block(rightward, leftward)
-    rightward, leftward = (_split_blocks(g, -(-length // _MASK_BLOCK), _MASK_BLOCK, -1) for g in (rightward, leftward))
+    blocks = -(-length // _MASK_BLOCK)
+    # Equal blocks have fewer tokens beyond the end. A tracer takes blocks of one size for all lengths.
+    size = _MASK_BLOCK if _is_traced() else -(-length // blocks)
+    rightward, leftward = (_split_blocks(g, blocks, size, -1) for g in (rightward, leftward))
     leave, enter, across = _edge_decays(rightward, leftward)
     from_left, from_right = _decays_between(across[0])[0], _decays_between(across[1])[0].mT  # (…, blocks, blocks)
     from_left = enter[..., 0, None] * from_left[..., None, :]  # (…, blocks, C, blocks)

@@ -38,7 +38,7 @@ SHORTEST_TIME_CONSTANT = 4.0
 # Tokens that a CPU takes at once at inference through what treats each token by itself.
 TOKENS_AT_ONCE = 2048
 
-# Fewest tokens for which oneDNN computes a linear layer faster as a convolution, which lays out its weights anew.
+# Fewest tokens whose product with a matrix oneDNN computes faster as a convolution, which lays the matrix out anew.
 TOKENS_OF_CONVOLUTION = 1024
 
 # Features below the exponential of this are no smaller: a CPU takes long over the denormal numbers they would become.
@@ -305,28 +305,84 @@ class LionAttention(nn.Module):
 
 
 def _linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A linear layer, `(…, in_features)` to `(…, out_features)`; at inference in float32 a CPU computes it by oneDNN.
+    """A linear layer, `(…, in_features)` to `(…, out_features)`; in float32 a CPU computes it by oneDNN.
 
-    That shares a product out to the cores better than the BLAS to which float32 matrices go otherwise. It takes a
-    tensor in its own layout, and for many tokens a convolution over single pixels, which is the same product.
+    That shares a product out to the cores better than the BLAS to which float32 matrices go otherwise.
     """
-    is_plain = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter  # not adapted, quantised or sharded
-    if is_tracing(x) or torch.is_grad_enabled() or not is_plain or not _suits_onednn(layer, x) or _is_watched(layer):
+    if not _suits_onednn(layer, x):
         return layer(x)
-    if x.numel() < TOKENS_OF_CONVOLUTION * layer.in_features:
-        return nn.functional.linear(x.contiguous().to_mkldnn(), layer.weight, layer.bias).to_dense()
-    pixels = x.reshape(1, -1, 1, layer.in_features).permute(0, 3, 1, 2)  # channels last
-    output = nn.functional.conv2d(pixels, layer.weight[..., None, None], layer.bias)
-    return output.permute(0, 2, 3, 1).reshape(*x.shape[:-1], layer.out_features)
+    multiply = _OneDNNLinear.apply if torch.is_grad_enabled() else _multiply
+    output = multiply(x.reshape(-1, layer.in_features), layer.weight, layer.bias)
+    return _rows(output).view(*x.shape[:-1], layer.out_features)
 
 
-def _suits_onednn(layer, x):
+def _suits_onednn(layer: nn.Module, x: torch.Tensor) -> bool:
+    """Whether calling the layer is nothing but a product that oneDNN is faster at."""
+    if is_tracing(x) or _is_transformed(x) or _is_watched(layer):
+        return False
     return (
-        x.device.type == "cpu"
+        type(layer) is nn.Linear
+        and type(layer.weight) is nn.Parameter  # not adapted, quantised or sharded
+        and x.device.type == "cpu"
         and x.dtype == layer.weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()
         and not torch.is_autocast_enabled("cpu")
+        # For the gradient of weights inputs have to be kept, which those of a frozen layer are not.
+        and (layer.weight.requires_grad or not torch.is_grad_enabled())
     )
+
+
+def _is_transformed(x: torch.Tensor) -> bool:
+    """Whether a transform of `torch.func` or differentiation in forward mode is at work."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Products of rows `(tokens, in_features)`, in new memory that is no view: `(tokens, out_features)` or its pixels.
+
+    oneDNN takes a tensor in its own layout, and many tokens faster as a convolution over single pixels.
+    """
+    if len(x) < TOKENS_OF_CONVOLUTION:
+        return nn.functional.linear(_in_own_layout(x), weight, bias).to_dense()
+    pixels = x.reshape(1, -1, 1, x.shape[1]).permute(0, 3, 1, 2)  # channels last
+    return nn.functional.conv2d(pixels, weight[..., None, None], bias)  # (1, out_features, tokens, 1)
+
+
+def _in_own_layout(x):
+    return x.contiguous().to_mkldnn()
+
+
+def _rows(output):
+    """`(tokens, features)` of what `_multiply` gives."""
+    return output if output.ndim == 2 else output.permute(0, 2, 3, 1).reshape(-1, output.shape[1])
+
+
+class _OneDNNLinear(torch.autograd.Function):
+    """`_multiply` with its derivative by oneDNN. It keeps what a linear layer keeps, its inputs and weights.
+
+    The output is that of `_multiply` as it is: one that was a view could not be changed in place.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return _multiply(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = _rows(grad)
+        with maybe_autocast("cpu", enabled=False):
+            if torch.is_grad_enabled():  # to be differentiated again, which oneDNN's own derivative cannot be
+                grad_x, grad_weight, grad_bias = grad @ weight, grad.mT @ x, grad.sum(0)
+            elif len(x) < TOKENS_OF_CONVOLUTION:
+                operands = _in_own_layout(x), _in_own_layout(grad), weight
+                grad_x, grad_weight, grad_bias = torch.ops.aten.mkldnn_linear_backward(*operands, [True] * 3)
+                grad_x = grad_x.to_dense()
+            else:
+                grad_x, grad_weight, grad_bias = _rows(_multiply(grad, weight.mT)), grad.mT @ x, grad.sum(0)
+        return grad_x, grad_weight, grad_bias if ctx.has_bias else None
 
 
 def _is_watched(*modules: nn.Module) -> bool:
@@ -687,7 +743,7 @@ class LionModel(LionPreTrainedModel):
 
         output_attentions = kwargs.get("output_attentions", self.config.output_attentions)
         ordered = segment_ids is not None or self.config.decay_type != "none" or self.config.direction != "both"
-        attn_mode = self._resolve_mode(attn_mode, hidden_states, ordered, output_attentions)
+        attn_mode = self._resolve_mode(attn_mode, hidden_states.shape[1], ordered, output_attentions)
         for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask, attn_mode, output_attentions, scan, segment_ids)
         hidden_states = self.final_norm(hidden_states)
@@ -701,9 +757,7 @@ class LionModel(LionPreTrainedModel):
     def _is_exported(tensor: torch.Tensor) -> bool:
         return is_tracing(tensor) and (torch.compiler.is_exporting() or not torch.compiler.is_compiling())
 
-    def _resolve_mode(
-        self, attn_mode: str | None, hidden_states: torch.Tensor, ordered: bool, output_attentions: bool
-    ) -> str:
+    def _resolve_mode(self, attn_mode: str | None, length: int, ordered: bool, output_attentions: bool) -> str:
         mode = _check_attn_mode(self.config.attn_mode if attn_mode is None else attn_mode)
         if output_attentions:
             if mode in ("chunk", "rnn"):
@@ -712,10 +766,7 @@ class LionModel(LionPreTrainedModel):
                 )
             return "parallel"
         if mode == "auto":
-            device, dtype = hidden_states.device.type, hidden_states.dtype
-            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-                dtype = torch.get_autocast_dtype(device)
-            mode = choose_mode(hidden_states.shape[1], has_decay=ordered, dtype=dtype)
+            mode = choose_mode(length, has_decay=ordered)
         if mode != "parallel" and self.training and self.config.attention_probs_dropout_prob > 0:
             _warn_once(f"The {mode} form has no attention matrix: `attention_probs_dropout_prob` is ignored in it.")
         return mode

@@ -33,7 +33,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
 from tqdm.auto import tqdm
 
@@ -400,10 +399,10 @@ def benchmark_forms(arguments: FormsArguments) -> Result:
         seconds = time_cases(arguments, {form: replace(case, form=form) for form in forms_at(length)})
         times.append({"point": operator_point(case, name, orders=orders), "reference": "parallel", "seconds": seconds})
     title = operator_title(arguments, "in its three forms, with one scan order and with two (serpentine)")
-    return Result(title, times=times, notes=describe_crossovers(times, arguments.dtype), is_brief=True)
+    return Result(title, times=times, notes=describe_crossovers(times), is_brief=True)
 
 
-def describe_crossovers(times: list[dict], dtype: str) -> list[str]:
+def describe_crossovers(times: list[dict]) -> list[str]:
     """Up to which measured length the parallel form is faster than the chunk form, and "auto" takes it."""
     notes = []
     for point, rows in group_rows(times, leave_out=("tokens", "batch")):
@@ -411,8 +410,8 @@ def describe_crossovers(times: list[dict], dtype: str) -> list[str]:
         ratios = {length: paired_ratio(s["chunk"], s["parallel"])[0] for length, s in compared.items()}
         measured = max((length for length, ratio in ratios.items() if ratio > 1), default=None)
         lengths = [row["point"]["tokens"] for row in rows]
-        of_point = {"has_decay": point["decay"] != "none", "dtype": getattr(torch, dtype)}
-        auto = max((length for length in lengths if choose_mode(length, **of_point) == "parallel"), default=None)
+        has_decay = point["decay"] != "none"
+        auto = max((length for length in lengths if choose_mode(length, has_decay) == "parallel"), default=None)
         kind = f"decay {point['decay']}, {point['orders']} scan order{'s' * (point['orders'] > 1)}, {point['pass']}"
         notes.append(f'{kind}: parallel is faster than chunk {up_to(measured)}; "auto" takes it {up_to(auto)}.')
     return notes

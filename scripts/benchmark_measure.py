@@ -30,7 +30,7 @@ SECONDS_WITHOUT_WARM_UP = 5.0
 # glibc's parameter of that name, from malloc.h.
 M_MMAP_THRESHOLD = -3
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-LAYERS = ("convolution", "mkldnn_linear")
+LAYERS = ("convolution", "mkldnn_linear", "mkldnn_linear_backward")
 CONVOLUTION_OPTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
 
@@ -253,6 +253,9 @@ def replay_products(products: list[tuple], device: str = "cpu") -> Callable[[], 
         tensors = [buffer(role, operand) for role, operand in enumerate(operands)]
         if name == "mkldnn_linear":
             calls.append((nn.functional.linear, [in_own_layout(tensors[0]), *tensors[1:]], {}))
+        elif name == "mkldnn_linear_backward":  # of rows, of their gradients and weights, for all three
+            rows = [in_own_layout(rows) for rows in tensors[:2]]
+            calls.append((torch.ops.aten.mkldnn_linear_backward, [*rows, tensors[2], [True] * 3], {}))
         elif name == "convolution":
             calls.append((torch.convolution, [*tensors, None][:3], factors))  # a bias may be missing
         else:
@@ -286,6 +289,8 @@ def count_products(products: list[tuple]) -> list[dict[str, Any]]:
 
 
 def _multiplications(name, shapes):
+    if name == "mkldnn_linear_backward":  # by rows and by weights
+        return 2 * torch.Size(shapes[0]).numel() * shapes[1][-1]
     left, width = (shapes[0], shapes[1][0]) if name in LAYERS else (shapes[-2], shapes[-1][-1])
     return torch.Size(left).numel() * width
 

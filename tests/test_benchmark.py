@@ -149,20 +149,18 @@ def test_cost_of_the_serpentine_is_its_ratio_to_the_raster():
 
 
 def test_crossover_is_the_longest_length_at_which_parallel_wins(monkeypatch):
-    longest = {torch.float32: 256, torch.bfloat16: 64}
-    choose_mode = lambda length, has_decay, dtype: "parallel" if length <= longest[dtype] else "chunk"  # noqa: E731
+    choose_mode = lambda length, has_decay: "parallel" if length <= 256 else "chunk"  # noqa: E731
     monkeypatch.setattr(benchmark, "choose_mode", choose_mode)
     times = [
         row({"parallel": [1.0], "chunk": [ratio]}, decay="fixed", orders=2, tokens=length)
         for length, ratio in [(64, 2.0), (128, 1.1), (256, 0.7)]
     ] + [row({"chunk": [1.0]}, decay="fixed", orders=2, tokens=8192)]
-    (note,) = benchmark.describe_crossovers(times, "float32")
+    (note,) = benchmark.describe_crossovers(times)
     assert note == (
         "decay fixed, 2 scan orders, inference: parallel is faster than chunk up to 128 tokens; "
         '"auto" takes it up to 256 tokens.'
     )
-    assert '"auto" takes it up to 64 tokens' in benchmark.describe_crossovers(times, "bfloat16")[0]
-    assert "at no length measured" in benchmark.describe_crossovers(times[2:], "float32")[0]
+    assert "at no length measured" in benchmark.describe_crossovers(times[2:])[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -398,6 +396,26 @@ def test_a_model_has_a_product_for_each_linear_layer(length, name):
         ]
     counted = {row["multiplications"] for row in benchmark_measure.count_products(products)}
     assert {length * 8 * 24, length * 8 * 16} <= counted
+
+
+@pytest.mark.parametrize("length, names", [(20, ["mkldnn_linear_backward"]), (1100, ["convolution", "mm"])])
+def test_a_training_step_has_two_more_products_for_each_linear_layer(length, names):
+    config = LionConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16,
+        decay_type="none", max_position_embeddings=2048,
+    )  # fmt: skip
+    model = LionModel(config, add_pooling_layer=False)
+    weights, input_ids = list(model.parameters()), torch.ones(1, length, dtype=torch.long)
+    forward = benchmark_measure.record_products(lambda: model(input_ids), weights)
+    products = benchmark_measure.record_products(lambda: model(input_ids)[0].sum().backward(), weights)
+    again = benchmark_measure.record_products(benchmark_measure.replay_products(products), weights)
+
+    def multiplications(recorded):
+        return sum(r["multiplications"] for r in benchmark_measure.count_products(recorded) if r["product"] in names)
+
+    of_layers = length * 8 * (3 * 8 + 8 + 16 + 16)
+    assert multiplications(products) - multiplications(forward) == 2 * of_layers
+    assert multiplications(again) == multiplications(products)
 
 
 def test_products_of_the_backward_pass_are_recorded():
@@ -773,8 +791,8 @@ def test_floor_compares_models_with_their_products(bench):
     result = bench("floor", *TINY, *options, "--passes", "inference", "training", "--tokens", 16)
     assert [list(each["seconds"]) for each in result["times"]] == [["products", "model"]] * 4
     products = {str(each["shapes"]): each["count"] for each in result["times"][0]["products"]}
-    assert products["[[2, 8, 24], [72, 24], [72]]"] == 2  # queries, keys and values of both layers
-    assert products["[[2, 8, 24], [36, 24], [36]]"] == 2
+    assert products["[[16, 24], [72, 24], [72]]"] == 2  # queries, keys and values of both layers
+    assert products["[[16, 24], [36, 24], [36]]"] == 2
     assert len(result["times"][1]["products"]) > len(products)
 
 

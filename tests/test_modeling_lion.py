@@ -58,7 +58,6 @@ from lion_transformers import (
 )
 from lion_transformers.attention_lion import (
     PARALLEL_MAX_LENGTH,
-    PARALLEL_MAX_LENGTH_IN_BFLOAT16,
     PARALLEL_MAX_LENGTH_WITHOUT_DECAY,
 )
 from lion_transformers.modeling_lion import TOKENS_OF_CONVOLUTION
@@ -511,18 +510,6 @@ def test_auto_is_parallel_up_to_the_crossover_and_chunk_beyond(decay_type, longe
         with torch.no_grad():
             model(**make_batch(length))
         assert {call["mode"] for call in operator_calls} == {"parallel" if length <= longest else "chunk"}
-
-
-def test_auto_goes_by_the_dtype_that_attention_is_computed_in(operator_calls):
-    length, batch = PARALLEL_MAX_LENGTH_IN_BFLOAT16 + 1, make_batch(PARALLEL_MAX_LENGTH_IN_BFLOAT16 + 1)
-    modes = []
-    for dtype, autocast in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
-        model = build(LionModel, "fixed", dtype=dtype, max_position_embeddings=length)
-        operator_calls.clear()
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            model(**batch)
-        modes.append(operator_calls[0]["mode"])
-    assert modes == ["parallel", "chunk", "chunk"]
 
 
 @pytest.mark.parametrize("name", ["recurrent", "Parallel", ""])
@@ -1258,9 +1245,58 @@ def test_linear_layer_by_onednn_is_the_linear_layer(shape, has_bias):
         torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-6)
 
 
+@by_onednn
+@pytest.mark.parametrize("shape", [few_tokens, many_tokens])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_gradients_of_a_linear_layer_by_onednn_are_its_own(shape, has_bias):
+    layer, x, grad = linear_layer(), torch.randn(shape).requires_grad_(), torch.randn(*shape[:2], 40)
+    if not has_bias:
+        layer.bias = None
+    assert is_by_onednn(layer, x)
+    output = modeling_lion._linear(layer, x)
+    assert output.is_contiguous()
+    output.backward(grad)
+    rows, grads = x.detach().double().flatten(0, 1), grad.double().flatten(0, 1)
+    expected = [(grads @ layer.weight.detach().double()).view(shape), grads.T @ rows, grads.sum(0)]
+    actual = [x.grad, layer.weight.grad, layer.bias.grad if has_bias else grads.sum(0)]
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.layout == torch.strided
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-5)
+
+
+@by_onednn
+@pytest.mark.parametrize("shape", [few_tokens, many_tokens])
+def test_linear_layer_by_onednn_can_be_differentiated_twice_and_changed_in_place(shape):
+    layer, x = linear_layer(), torch.randn(shape)
+    for function in (layer, lambda x: modeling_lion._linear(layer, x).mul_(1.0)):
+        given = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(function(given).pow(3).sum(), given, create_graph=True)
+        second = torch.autograd.grad(first.pow(2).sum(), [given, *layer.parameters()])
+        if function is layer:
+            expected = second
+    for ours, theirs in zip(second, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+
+
+@by_onednn
+def test_gradients_of_a_linear_layer_are_whole_under_autocast():
+    """Whoever calls `backward` inside of autocast, after a forward pass outside of it."""
+    layer, x = linear_layer(), torch.randn(many_tokens)
+    output = modeling_lion._linear(layer, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        output.sum().backward()
+    expected = x.double().sum((0, 1)).expand(40, -1)
+    torch.testing.assert_close(layer.weight.grad.double(), expected, rtol=1e-5, atol=1e-4)
+
+
 def test_linear_layer_is_called_where_calling_it_is_more_than_a_product():
     x = torch.randn(few_tokens)
-    assert not is_by_onednn(linear_layer(), x)  # gradients
+    assert not is_by_onednn(linear_layer().requires_grad_(False), x.clone().requires_grad_())
+    with torch.autograd.forward_ad.dual_level():
+        assert not is_by_onednn(linear_layer(), torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+    layer = linear_layer()
+    jacobian = torch.func.jacrev(lambda x: modeling_lion._linear(layer, x))(x[0, 0])
+    torch.testing.assert_close(jacobian, layer.weight.detach())
     with torch.no_grad():
         for dtype in (torch.float64, torch.bfloat16):
             assert not is_by_onednn(linear_layer(dtype), x.to(dtype))
