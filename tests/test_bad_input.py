@@ -8,11 +8,13 @@ import json
 import re
 from pathlib import Path
 
+import accelerate
 import pandas
 import PIL.Image
 import pytest
 import torch
 import training_checks
+from accelerate.utils import LoggerType
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForImageClassification
 
@@ -301,9 +303,46 @@ def test_an_unknown_activation():
 # Arguments of scripts
 # ---------------------------------------------------------------------------------------------------------------------
 
+TINY_LION = ["--config", ",".join(f"{name}={value}" for name, value in SIZES.items())]
+pretrain = functools.partial(training_checks.run_script, pretrain_mlm)
+pretraining_fails = functools.partial(training_checks.fails_with, pretrain_mlm)
+
+
+@pytest.fixture
+def corpus(isolated_run):
+    """./text.txt, ./tokenizer, and the arguments to pretrain on them."""
+    build_character_tokenizer("bytes").save_pretrained("tokenizer")
+    Path("text.txt").write_text("the cat sees a bird in the garden\n" * 40)
+    files = ["--train_file", "text.txt", "--validation_file", "text.txt", "--output_dir", "out"]
+    rest = ["--tokenizer_name", "tokenizer", "--max_seq_length", "16", "--report_to", "none", "--max_steps", "1"]
+    return [*TINY_LION, *files, *rest]
+
+
+@pytest.fixture
+def any_run(corpus):
+    """Arguments that would do, by script, a new model's first; beside the files of `corpus` ./SST-2 and ./train."""
+    Path("SST-2").mkdir()
+    for name in ("train", "dev"):
+        Path(f"SST-2/{name}.tsv").write_text("sentence\tlabel\n" + "good\t1\nbad\t0\n" * 8)
+    for label in ("a", "b"):
+        Path("train", label).mkdir(parents=True)
+        for number in range(4):
+            PIL.Image.new("RGB", (8, 8)).save(Path("train", label, f"{number}.png"))
+    few = ["--output_dir", "out", "--report_to", "none", "--max_steps", "1", "--per_device_train_batch_size", "4"]
+    glue = ["--data_dir", ".", "--task_name", "sst2", "--tokenizer_name", "tokenizer", "--max_seq_length", "16"]
+    config = f"{TINY_LION[1]},modality=image,image_size=8,patch_size=4"
+    return {
+        pretrain_mlm: [*TINY_LION, "--train_file", "text.txt", *corpus[6:]],
+        run_glue: [*TINY_LION, *glue, *few],
+        train_image_classification: ["--config", config, "--train_dir", "train", "--validation_dir", "train", *few],
+    }
+
+
 OF_ALL = {
     **{name: ["0", "-1"] for name in ["per_device_train_batch_size", "global_train_batch_size", "eval_steps"]},
     **{name: ["0", "-1"] for name in ["per_device_eval_batch_size", "logging_steps", "save_total_limit"]},
+    "save_steps": ["0", "-1"],
+    "max_steps": ["0", "-2"],
     **{name: ["-1", "nan", "inf"] for name in ["adam_epsilon", "weight_decay", "max_grad_norm"]},
     **{name: ["-0.1", "1", "nan"] for name in ["adam_beta1", "adam_beta2"]},
     **{name: ["-1"] for name in ["max_nonfinite_steps", "dataloader_num_workers"]},
@@ -314,7 +353,8 @@ OF_EACH = {
     pretrain_mlm: {
         **{name: ["0", "-1"] for name in ["max_seq_length", "max_eval_samples", "shuffle_buffer_size"]},
         **{name: ["0", "-1"] for name in ["preprocessing_num_workers", "pad_vocab_to_multiple_of"]},
-        **{name: ["-0.1", "1", "nan"] for name in ["mlm_probability", "warmup_ratio", "final_lr_ratio"]},
+        **{name: ["-0.1", "1", "nan"] for name in ["warmup_ratio", "final_lr_ratio"]},
+        **{name: ["0", "1", "nan"] for name in ["mlm_probability", "eval_mlm_probability"]},
         "learning_rate": ["-1", "nan", "inf"],
         "validation_split_percentage": ["-1", "100", "nan"],
     },
@@ -330,7 +370,8 @@ OF_EACH = {
         **{name: ["-1", "nan", "inf"] for name in ["mixup", "cutmix", "color_jitter", "warmup_epochs"]},
         **{name: ["-0.1", "1", "nan"] for name in ["label_smoothing", "ema_decay"]},
         **{name: ["0", "1.1", "nan"] for name in ["min_crop_scale", "crop_pct"]},
-        "base_learning_rate": ["0", "-1", "nan", "inf"],
+        **{name: ["0", "-1", "nan", "inf"] for name in ["base_learning_rate", "distillation_tau"]},
+        **{name: ["-0.1", "1.1", "nan"] for name in ["distillation_alpha", "horizontal_flip", "random_erasing"]},
     },
 }
 
@@ -352,14 +393,96 @@ def test_numbers_out_of_range_are_refused_before_anything_is_read(module, name, 
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize(
+    ("module", "arguments", "message"),
+    [
+        (pretrain_mlm, ["--adam_epsilon", "inf"], "adam_epsilon must be at least 0 and finite, got inf."),
+        (pretrain_mlm, ["--save_steps", "0"], "save_steps must be at least 1, got 0."),
+        (pretrain_mlm, ["--max_steps", "0"], "max_steps must be at least 1, or -1 for num_train_epochs, got 0."),
+        (pretrain_mlm, ["--num_train_epochs", "inf"], "num_train_epochs must be above 0 and finite, got inf."),
+        (pretrain_mlm, ["--mlm_probability", "0"], "mlm_probability must be above 0 and below 1, got 0.0."),
+        (run_glue, ["--save_steps", "0"], "save_steps must be at least 1, got 0."),
+        (
+            train_image_classification,
+            ["--horizontal_flip", "2"],
+            "horizontal_flip must be at least 0 and at most 1, got 2.0.",
+        ),
+        (train_image_classification, ["--crop_pct", "0"], "crop_pct must be above 0 and at most 1, got 0.0."),
+    ],
+)
+def test_what_is_accepted_is_said(module, arguments, message, monkeypatch, capsys):
+    argv = ["--output_dir", "out", "--dataset_name", "nobody/nothing", *arguments]
+    error = training_checks.fails_with(module, monkeypatch, capsys, *argv)
+    assert error == f"{Path(module.__file__).name}: error: {message}"
+
+
+def test_words_that_belong_to_no_argument_are_refused_with_what_they_follow(tmp_path, monkeypatch, capsys):
+    fails = functools.partial(pretraining_fails, monkeypatch, capsys)
+    assert fails("--output_dir", "out", "--max_steps", "1", "2").endswith("unknown argument 2 after --max_steps")
+    (tmp_path / "recipe.yaml").write_text("max_steps: [1, 2]\n")
+    recipe = ["--recipe", str(tmp_path / "recipe.yaml"), "--output_dir", "out"]
+    assert fails(*recipe).endswith("unknown argument 2 after --max_steps")
+    assert fails("out").endswith("required: --output_dir/--output-dir")
+    assert fails("--output_dir=out", "text.txt").endswith("unknown argument text.txt after --output_dir=out")
+
+
+def test_names_in_a_mapping_are_text(monkeypatch, capsys):
+    error = pretraining_fails(monkeypatch, capsys, "--output_dir", "out", "--config", "{1: 2}")
+    assert error.endswith("argument --config/--config_overrides: names must be text, got 1")
+
+
+def test_a_path_that_cannot_be_is_one_sentence(isolated_run, monkeypatch, capsys):
+    error = pretraining_fails(monkeypatch, capsys, "--output_dir", "x" * 300)
+    assert error.startswith("pretrain_mlm.py: error: [Errno 36] File name too long: 'xxx")
+
+
+@pytest.mark.parametrize("module", OF_EACH)
+def test_half_precision_with_a_scaler_is_refused_on_a_cpu(any_run, module, monkeypatch, capsys):
+    """Accelerate would compute in float32 without a word."""
+    error = training_checks.fails_with(module, monkeypatch, capsys, *any_run[module], "--mixed_precision", "fp16")
+    assert error.endswith("error: mixed_precision fp16 needs a GPU: on a CPU give bf16 or no.")
+
+
+@pytest.mark.parametrize("module", OF_EACH)
+def test_a_tracker_that_is_not_installed_is_refused(any_run, module, monkeypatch, capsys):
+    """Accelerate would do without it. Nor is it skipped where another one is there."""
+    monkeypatch.setattr(accelerate.tracking, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
+    arguments = [*any_run[module], "--report_to", "tensorboard", "wandb"]
+    error = training_checks.fails_with(module, monkeypatch, capsys, *arguments)
+    assert error.endswith("error: report_to wandb needs its package, which is not installed.")
+
+
+@pytest.mark.parametrize("module", OF_EACH)
+def test_a_family_that_does_not_exist_is_refused_with_one_that_does(any_run, module, monkeypatch, capsys):
+    error = training_checks.fails_with(module, monkeypatch, capsys, *any_run[module], "--model_type", "lino")
+    assert re.search(r"error: unknown model_type lino: did you mean .*\blion\b", error)
+
+
+@pytest.mark.parametrize("module", OF_EACH)
+def test_a_batch_larger_than_the_data_is_refused(any_run, module, monkeypatch, capsys):
+    arguments = [*any_run[module], "--per_device_train_batch_size", "1000"]
+    error = training_checks.fails_with(module, monkeypatch, capsys, *arguments)
+    assert "batch of 1000" in error and error.endswith(": give a smaller per_device_train_batch_size.")
+
+
+@pytest.mark.parametrize("how", ["model_name_or_path", "config_name"])
+@pytest.mark.parametrize("module", OF_EACH)
+def test_a_model_of_the_other_modality_is_refused(any_run, module, how, monkeypatch, capsys):
+    is_image = module is train_image_classification
+    build(LionForMaskedLM if is_image else LionForImageClassification).save_pretrained("other")
+    tokenizer = [] if is_image else ["--tokenizer_name", "tokenizer"]
+    arguments = [*any_run[module][2:], *tokenizer, f"--{how}", "other"]  # but for the new model's configuration
+    error = training_checks.fails_with(module, monkeypatch, capsys, *arguments)
+    needed, got = ("image", "text") if is_image else ("text", "image")
+    assert error.endswith(f'needs a configuration with modality="{needed}", got "{got}"')
+    assert "cannot make the model other: LionFor" in error
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Files of scripts
 # ---------------------------------------------------------------------------------------------------------------------
 
 IN_WORKERS = [["--streaming", "--dataloader_num_workers", "1"], ["--preprocessing_num_workers", "2"]]
-TINY_LION = ["--config", ",".join(f"{name}={value}" for name, value in SIZES.items())]
-pretrain = functools.partial(training_checks.run_script, pretrain_mlm)
-pretraining_fails = functools.partial(training_checks.fails_with, pretrain_mlm)
 
 
 def test_weights_that_are_cut_are_one_sentence(tmp_path):
@@ -372,14 +495,45 @@ def test_weights_that_are_cut_are_one_sentence(tmp_path):
         train_image_classification.load_teacher(str(tmp_path), None, None, None)
 
 
-@pytest.fixture
-def corpus(isolated_run):
-    """./text.txt, ./tokenizer, and the arguments to pretrain on them."""
-    build_character_tokenizer("bytes").save_pretrained("tokenizer")
-    Path("text.txt").write_text("the cat sees a bird in the garden\n" * 40)
-    files = ["--train_file", "text.txt", "--validation_file", "text.txt", "--output_dir", "out"]
-    rest = ["--tokenizer_name", "tokenizer", "--max_seq_length", "16", "--report_to", "none", "--max_steps", "1"]
-    return [*TINY_LION, *files, *rest]
+@pytest.mark.parametrize("name", ["header.csv", "header.tsv"])
+@pytest.mark.parametrize("options", [[], ["--streaming"]], ids=str)
+def test_a_table_that_has_only_a_header_is_refused(corpus, monkeypatch, capsys, name, options):
+    Path(name).write_text("text\tlabel\n" if name.endswith("tsv") else "text,label\n")
+    error = pretraining_fails(monkeypatch, capsys, *corpus, "--train_file", name, "--validation_file", name, *options)
+    assert error.startswith(
+        f"pretrain_mlm.py: error: {name} " + ("is empty" if options else "has no rows: it has a header")
+    )
+
+
+def test_tables_of_glue_and_of_images_that_have_only_a_header_are_refused(any_run, monkeypatch, capsys):
+    Path("tables/sst2").mkdir(parents=True)
+    for split in ("train", "validation"):
+        Path(f"tables/sst2/{split}.csv").write_text("sentence,label\n")
+    arguments = [*any_run[run_glue], "--data_dir", "tables"]
+    error = training_checks.fails_with(run_glue, monkeypatch, capsys, *arguments)
+    assert "error: tables/sst2 has no rows: it has a header but nothing below it" in error
+    Path("images.csv").write_text("image,label\n")
+    arguments = [*TINY_LION, "--train_file", "images.csv", "--output_dir", "out"]
+    error = training_checks.fails_with(train_image_classification, monkeypatch, capsys, *arguments)
+    assert "error: images.csv has no rows: it has a header but nothing below it" in error
+
+
+@pytest.mark.parametrize(("share", "what"), [("0", "evaluate"), ("99", "train")])
+def test_a_share_that_leaves_nothing_is_refused(any_run, monkeypatch, capsys, share, what):
+    runs = {
+        pretrain_mlm: any_run[pretrain_mlm],
+        train_image_classification: [*any_run[train_image_classification], "--validation_dir", ""],
+    }
+    for module, arguments in runs.items():
+        arguments = [*arguments, "--validation_split_percentage", share]
+        error = training_checks.fails_with(module, monkeypatch, capsys, *arguments)
+        assert f"validation_split_percentage {float(share)} leaves none to {what} on" in error
+
+
+def test_statistics_of_channels_are_finite(any_run, monkeypatch, capsys):
+    arguments = [*any_run[train_image_classification], "--image_mean", "nan", "0", "0"]
+    error = training_checks.fails_with(train_image_classification, monkeypatch, capsys, *arguments)
+    assert error.endswith("image_mean and image_std need 3 finite numbers each, the latter above 0.")
 
 
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]], ids=["map", "stream"])
