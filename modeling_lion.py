@@ -189,7 +189,13 @@ class LionImageEmbeddings(nn.Module):
                 f"`bool_masked_pos` must be (batch, patches) = {tuple(tokens.shape[:2])}, "
                 f"got shape {tuple(bool_masked_pos.shape)}"
             )
-        return torch.where(bool_masked_pos[..., None].bool(), self.mask_token, tokens)
+        is_masked = bool_masked_pos.bool()
+        if _is_free_to_read(bool_masked_pos) and (bool_masked_pos != is_masked).any():
+            raise ValueError(
+                "`bool_masked_pos` must be 1 for patches that are masked and 0 for others, "
+                f"got values from {bool_masked_pos.min()} to {bool_masked_pos.max()}"
+            )
+        return torch.where(is_masked[..., None], self.mask_token, tokens)
 
     def _positions(self, pixel_values, interpolate_pos_encoding):
         grid = self.grid_of(pixel_values)
@@ -726,6 +732,10 @@ class LionModel(LionPreTrainedModel):
 def _text_shape(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, hidden_size: int) -> torch.Size:
     """(batch, length) of one of the two."""
     if inputs_embeds is None:
+        if not isinstance(input_ids, torch.Tensor):
+            raise TypeError(
+                f"`input_ids` must be a tensor, got {type(input_ids)}: give tokenizers return_tensors='pt'"
+            )
         if input_ids.ndim != 2 or 0 in input_ids.shape:
             raise ValueError(
                 f"`input_ids` must be (batch, length), both at least 1, got shape {tuple(input_ids.shape)}"
@@ -736,6 +746,8 @@ def _text_shape(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | No
             f"`inputs_embeds` must be (batch, length, hidden_size = {hidden_size}), batch and length at least 1, "
             f"got shape {tuple(inputs_embeds.shape)}"
         )
+    if not inputs_embeds.is_floating_point():
+        raise ValueError(f"`inputs_embeds` must be floating point, got {inputs_embeds.dtype}")
     _check_finite("inputs_embeds", inputs_embeds)
     return inputs_embeds.shape[:2]
 

@@ -11,9 +11,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -413,10 +414,8 @@ def build_model(args: ModelArguments, auto_class: type, settings: dict[str, Any]
     if name is None and args.model_type not in CONFIG_MAPPING:
         raise UsageError(f"unknown model_type {args.model_type}{did_you_mean(args.model_type, CONFIG_MAPPING)}")
     try:
-        if name:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False, **settings)
-        else:
-            config = AutoConfig.for_model(args.model_type, **settings)
+        config = load_config(name, settings) if name else AutoConfig.for_model(args.model_type, **settings)
+        check_spelling(args.config, config)
         if args.model_name_or_path:
             loading = {"config": config, "dtype": torch.float32, "trust_remote_code": False, **loading}
             return auto_class.from_pretrained(name, **loading)
@@ -424,6 +423,22 @@ def build_model(args: ModelArguments, auto_class: type, settings: dict[str, Any]
     # RuntimeError: weights of other sizes; SafetensorError: a file that is cut; KeyError: an unknown activation.
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError, KeyError, StrictDataclassError) as error:
         raise UsageError(f"cannot make the model {name or args.model_type}: {why_not_loaded(error)}") from error
+
+
+def load_config(name: str, settings: dict[str, Any]) -> PreTrainedConfig:
+    """A saved configuration with other `settings`, of which it keeps all, as a new one does."""
+    config, unused = AutoConfig.from_pretrained(name, trust_remote_code=False, return_unused_kwargs=True, **settings)
+    for field_name in unused.keys() & settings.keys():
+        setattr(config, field_name, settings[field_name])
+    return config
+
+
+def check_spelling(names: Iterable[str], config: PreTrainedConfig) -> None:
+    """Refuse what is nearly the name of a field of any family: it would be kept without a word, to no effect."""
+    known = [*type(config)().to_dict(), *config.attribute_map]
+    for name in names:
+        if name not in known and (meant := get_close_matches(name, known, n=1, cutoff=0.85)):
+            raise UsageError(f"the configuration of {config.model_type} has no {name}: did you mean {meant[0]}?")
 
 
 def load_pretrained_config(args: ModelArguments) -> PreTrainedConfig:

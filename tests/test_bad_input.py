@@ -16,7 +16,7 @@ import torch
 import training_checks
 from accelerate.utils import LoggerType
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoModelForImageClassification
+from transformers import AutoModelForImageClassification, BertConfig
 
 from lion_transformers import (
     LionConfig,
@@ -31,7 +31,7 @@ from lion_transformers import (
 )
 from lion_transformers.scripts import pretrain_mlm, run_glue, train_image_classification
 from lion_transformers.scripts.arguments import UsageError
-from lion_transformers.scripts.training import ModelArguments, build_model
+from lion_transformers.scripts.training import ModelArguments, build_model, load_config
 from lion_transformers.tokenization import build_character_tokenizer
 
 
@@ -95,6 +95,7 @@ POSITIONS = "`position_ids` must be at least 0 and below `max_position_embedding
             f"{MASK_VALUES} 2 to 2: neither an additive mask nor one that",
         ),
         ({"input_ids": IDS, "attention_mask": full(-1)}, f"{MASK_VALUES} -1 to -1"),
+        ({"inputs_embeds": EMBEDDINGS.long()}, "`inputs_embeds` must be floating point, got torch.int64"),
         ({"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 2, 2, 3, 3, 3, 0]] * 2)}, f"{MASK_VALUES} 0 to 3"),
         ({"input_ids": IDS, "attention_mask": full(torch.nan, dtype=torch.float32)}, f"{MASK_VALUES} nan to nan"),
         ({"input_ids": IDS, "attention_mask": full(0.5, dtype=torch.float32)}, f"{MASK_VALUES} 0.5 to 0.5"),
@@ -147,6 +148,59 @@ def test_inputs_of_text_models(inputs, message):
         build(LionModel, decay_type="none")(**inputs)
 
 
+TEXT_HEADS = [
+    *[LionModel, LionForMaskedLM, LionForSequenceClassification, LionForTokenClassification],
+    *[LionForQuestionAnswering, LionForMultipleChoice],
+]
+
+
+@pytest.mark.parametrize("cls", TEXT_HEADS, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_ids": changed(IDS, 50)}, f"{OUT_OF_VOCABULARY} 1 to 50"),
+        ({"input_ids": changed(IDS, -1)}, f"{OUT_OF_VOCABULARY} -1 to 16"),
+        ({"input_ids": IDS.float()}, "`input_ids` must be int64 or int32, got torch.float32"),
+        ({"input_ids": IDS[:0], "attention_mask": None}, f"{IDS_SHAPE} (0, 8)"),
+        ({"input_ids": IDS[:, :0], "attention_mask": None}, f"{IDS_SHAPE} (2, 0)"),
+        ({"attention_mask": full(1, 2, 7)}, "`attention_mask` must be (batch, length) = (2, 8), got shape (2, 7)"),
+        ({"attention_mask": full(2)}, f"{MASK_VALUES} 2 to 2"),
+        ({"attention_mask": full(0.5, dtype=torch.float32)}, f"{MASK_VALUES} 0.5 to 0.5"),
+        (
+            {"token_type_ids": full(2)},
+            "`token_type_ids` must be at least 0 and below `type_vocab_size` = 2, got values",
+        ),
+        ({"token_type_ids": full(0, 2, 7)}, "`token_type_ids` must be (batch, length) = (2, 8), got shape (2, 7)"),
+        ({"position_ids": torch.arange(9, 17).expand(2, 8)}, f"{POSITIONS} 9 to 16"),
+        ({"position_ids": full(0.0, dtype=torch.float32)}, "`position_ids` must be integers, got torch.float32"),
+        (
+            {"input_ids": full(1, 2, 17), "attention_mask": None},
+            "The sequence has 17 tokens, but absolute position embeddings end at `max_position_embeddings` = 16",
+        ),
+        ({"attn_mode": "fast"}, "`attn_mode` must be one of 'auto', 'parallel', 'chunk', 'rnn', got 'fast'"),
+        (
+            {"input_ids": None, "inputs_embeds": changed(EMBEDDINGS, torch.nan)},
+            "`inputs_embeds` must be finite, got NaN or infinite values",
+        ),
+        ({"input_ids": None}, "You must specify exactly one of input_ids or inputs_embeds"),
+    ],
+)
+def test_every_text_head_refuses_what_its_encoder_does(cls, changes, message):
+    inputs = {"input_ids": IDS, "attention_mask": full(1), **changes}
+    if cls is LionForMultipleChoice:  # (batch, choices, length)
+        inputs = {name: x[:, None] if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(cls, decay_type="none")(**inputs)
+
+
+@pytest.mark.parametrize("cls", [LionModel, LionForMaskedLM])
+def test_lists_are_no_tensors(cls):
+    with pytest.raises(
+        TypeError, match="`input_ids` must be a tensor, got <class 'list'>: give tokenizers return_tenso"
+    ):
+        build(cls)([[1, 2, 3]])
+
+
 @pytest.mark.parametrize("decay_type", ["fixed", "selective"])
 def test_without_a_table_positions_have_no_end_but_are_integers(decay_type):
     model = build(LionModel, decay_type=decay_type)
@@ -174,6 +228,39 @@ def test_token_ids_may_be_int32():
 def test_images(cls, pixels, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         build(cls, image=True)(pixel_values=pixels)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(2, 5).bool(), "`bool_masked_pos` must be (batch, patches) = (2, 4), got shape (2, 5)"),
+        (torch.ones(4).bool(), "`bool_masked_pos` must be (batch, patches) = (2, 4), got shape (4,)"),
+        (
+            full(0.5, 2, 4, dtype=torch.float32),
+            "`bool_masked_pos` must be 1 for patches that are masked and 0 for othe",
+        ),
+        (
+            full(2, 2, 4),
+            "`bool_masked_pos` must be 1 for patches that are masked and 0 for others, got values from 2 to",
+        ),
+    ],
+)
+def test_masks_of_patches(mask, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(LionForMaskedImageModeling)(pixel_values=PIXELS, bool_masked_pos=mask)
+
+
+@pytest.mark.parametrize("cls", [LionModel, LionForImageClassification, LionForMaskedImageModeling])
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (full(1, 2, 4), "`attention_mask` must be (batch, length) = (2, 5), got shape (2, 4)"),  # the CLS token is one
+        (full(3, 2, 5), f"{MASK_VALUES} 3 to 3"),
+    ],
+)
+def test_masks_of_images(cls, mask, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(cls, image=True)(pixel_values=PIXELS, attention_mask=mask)
 
 
 ANY_LABEL = "from 0 to {}, or -100 where nothing is to be predicted, got"
@@ -265,6 +352,8 @@ def test_ends_of_answers():
     [
         (full(3, 2), f"`labels` must be {ANY_LABEL.format(2)} 3"),
         (full(0, 3), "`labels` must be of shape (2,), one for each output, got (3,)"),
+        (full(0, 2).int(), "`labels` must be int64, got torch.int32"),
+        (full(-1, 2), f"`labels` must be {ANY_LABEL.format(2)} -1"),
     ],
 )
 def test_labels_of_images(labels, message):
@@ -459,6 +548,32 @@ def test_a_family_that_does_not_exist_is_refused_with_one_that_does(any_run, mod
 
 
 @pytest.mark.parametrize("module", OF_EACH)
+@pytest.mark.parametrize("how", ["new", "config_name", "model_name_or_path"])
+def test_a_misspelt_field_of_a_configuration_is_refused(any_run, module, how, monkeypatch, capsys):
+    build(LionForImageClassification if module is train_image_classification else LionModel).save_pretrained("saved")
+    arguments = any_run[module] if how == "new" else [*any_run[module][2:], f"--{how}", "saved"]
+    error = training_checks.fails_with(module, monkeypatch, capsys, *arguments, "--config", "chunk_sise=8")
+    assert error.endswith("LionConfig has no field `chunk_sise`: did you mean `chunk_size`?")
+
+
+@pytest.mark.parametrize("how", ["new", "saved"])
+def test_a_misspelt_field_of_another_family_is_refused(any_run, how, monkeypatch, capsys):
+    BertConfig(num_hidden_layers=1).save_pretrained("saved")
+    arguments = [
+        *any_run[pretrain_mlm][2:],
+        *(["--model_type", "bert"] if how == "new" else ["--config_name", "saved"]),
+    ]
+    error = pretraining_fails(monkeypatch, capsys, *arguments, "--config", "num_hiden_layers=2")
+    assert error.endswith("error: the configuration of bert has no num_hiden_layers: did you mean num_hidden_layers?")
+
+
+def test_a_saved_configuration_keeps_settings_that_it_does_not_know(tmp_path):
+    BertConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    config = load_config(str(tmp_path), {"image_size": 224, "num_hidden_layers": 3})
+    assert (config.image_size, config.num_hidden_layers) == (224, 3)
+
+
+@pytest.mark.parametrize("module", OF_EACH)
 def test_a_batch_larger_than_the_data_is_refused(any_run, module, monkeypatch, capsys):
     arguments = [*any_run[module], "--per_device_train_batch_size", "1000"]
     error = training_checks.fails_with(module, monkeypatch, capsys, *arguments)
@@ -470,8 +585,7 @@ def test_a_batch_larger_than_the_data_is_refused(any_run, module, monkeypatch, c
 def test_a_model_of_the_other_modality_is_refused(any_run, module, how, monkeypatch, capsys):
     is_image = module is train_image_classification
     build(LionForMaskedLM if is_image else LionForImageClassification).save_pretrained("other")
-    tokenizer = [] if is_image else ["--tokenizer_name", "tokenizer"]
-    arguments = [*any_run[module][2:], *tokenizer, f"--{how}", "other"]  # but for the new model's configuration
+    arguments = [*any_run[module][2:], f"--{how}", "other"]
     error = training_checks.fails_with(module, monkeypatch, capsys, *arguments)
     needed, got = ("image", "text") if is_image else ("text", "image")
     assert error.endswith(f'needs a configuration with modality="{needed}", got "{got}"')
