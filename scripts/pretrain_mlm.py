@@ -62,7 +62,7 @@ from lion_transformers.scripts.batching import (
 )
 from lion_transformers.scripts.optimization import linear_schedule
 from lion_transformers.scripts.packing import PACKED_FEATURES, pack_documents
-from lion_transformers.scripts.reading import ReadStream, hold_out, loading, preparing
+from lion_transformers.scripts.reading import MAX_CHARACTERS, ReadStream, hold_out, loading, preparing
 from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
     ArgumentGroups,
@@ -160,8 +160,6 @@ class PretrainingArguments(TrainingArguments):
 
 
 # Data: documents → sequences of token ids → masked micro-batches
-
-MAX_CHARACTERS = 10_000_000  # of a document: tokens take a hundred times the memory of their text
 
 SEQUENCE_FEATURES = Features({"input_ids": List(Value("int32")), "special_tokens_mask": List(Value("int8"))})
 

@@ -19,6 +19,7 @@ from lion_transformers.tokenization.corpus import CorpusError
 
 
 READERS = "datasets.packaged_modules."
+MAX_CHARACTERS = 10_000_000  # of a text: tokens take a hundred times the memory of their text
 READ_ERRORS = (DatasetsError, OSError, ValueError, TypeError, ArrowException)  # TypeError: another type than expected
 
 

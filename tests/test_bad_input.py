@@ -707,3 +707,69 @@ def test_a_line_of_50_megabytes_is_refused(corpus, monkeypatch, capsys, options)
     Path("long.txt").write_text("the dog\n" + "the cat sees a bird " * 2_500_000 + "\nthe dog\n")
     error = pretraining_fails(monkeypatch, capsys, *corpus, "--train_file", "long.txt", *options)
     assert error.startswith("pretrain_mlm.py: error: a document has 50,000,000 characters, more than the 10,000,000 t")
+
+
+def test_a_text_of_50_megabytes_is_refused_in_glue(any_run, monkeypatch, capsys):
+    Path("SST-2/dev.tsv").write_text("sentence\tlabel\ngood\t1\n" + "the cat sees a bird " * 2_500_000 + "\t1\n")
+    error = training_checks.fails_with(run_glue, monkeypatch, capsys, *any_run[run_glue])
+    assert error.endswith(
+        "row 1 of the validation split of SST-2 has 50,000,000 characters in column sentence, more than the 10,000,000"
+        " that are tokenised at once."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tsv", bytes(range(256)) * 9, "cannot load data/sst2/train.tsv: 'utf-8' codec can't decode byte 0x80"),
+        ("csv", bytes(range(256)) * 9, "cannot load data/sst2/train.csv: "),
+        (
+            "csv",
+            b"sentence,label\ngood,1\nbad,\n",
+            "row 1 of the train split of data/sst2 has the label '', not one of",
+        ),
+        ("csv", b"text,label\ngood,1\n", "data/sst2 has no column sentence; its columns are text, label."),
+        ("csv", b"sentence,label\ngood,2\n", "has the label 2, not one of negative, positive."),
+    ],
+)
+def test_tables_of_glue_that_are_none(any_run, monkeypatch, capsys, name, content, message):
+    Path("data/sst2").mkdir(parents=True)
+    for split in ("train", "dev" if name == "tsv" else "validation"):
+        Path(f"data/sst2/{split}.{name}").write_bytes(content)
+    arguments = [*any_run[run_glue], "--data_dir", "data"]
+    assert message in training_checks.fails_with(run_glue, monkeypatch, capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (bytes(range(256)) * 9, "cannot load images.csv: "),
+        (b"image,label\ntrain/a/1.png,\ntrain/b/1.png,b\n", "row 0 has no label."),
+        (b"image,label\ntrain/a/9.png,a\n", "there is no image train/a/9.png, which images.csv names."),
+        (b"image,label\ntext.txt,a\ntrain/b/1.png,b\n", "cannot read the image text.txt: cannot identify image file"),
+        (
+            b"image,kind\ntrain/a/1.png,a\n",
+            "cannot tell which of image, kind in images.csv ",
+        ),
+        (
+            b"image,label\ntrain/a/1.png,0.5\n",
+            " holds float64, neither class names nor numbers.",
+        ),
+    ],
+)
+def test_tables_of_images_that_are_none(any_run, monkeypatch, capsys, content, message):
+    Path("images.csv").write_bytes(content)
+    few = ["--per_device_train_batch_size", "2", "--report_to", "none", "--repeated_augmentation", "1"]
+    files = ["--train_file", "images.csv", "--validation_file", "images.csv", "--output_dir", "out"]
+    arguments = [*any_run[train_image_classification][:2], *files, *few]
+    assert message in training_checks.fails_with(train_image_classification, monkeypatch, capsys, *arguments)
+
+
+def test_labels_that_the_model_does_not_have(any_run, monkeypatch, capsys):
+    Path("other/c").mkdir(parents=True)
+    PIL.Image.new("RGB", (8, 8)).save("other/c/1.png")
+    arguments = [*any_run[train_image_classification], "--validation_dir", "other"]
+    error = training_checks.fails_with(train_image_classification, monkeypatch, capsys, *arguments)
+    assert error.endswith(
+        "the label c in train other is not among the 2 that the model has or the training data have."
+    )
