@@ -237,7 +237,9 @@ def _check_values(log_decay, key_mask):
 
 
 def _is_traced():
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    """By a compiler, an exporter or one of the transforms of `torch.func`."""
+    is_transformed = torch._C._are_functorch_transforms_active()  # as autograd's functions ask
+    return is_transformed or torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _full_precision(device_type: str):
@@ -830,10 +832,25 @@ class _Recurrence(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, rightward, leftward, chunk_size):
-        ctx.save_for_backward(q, k, v, rightward, leftward)
-        ctx.chunk_size = chunk_size
+    def forward(q, k, v, rightward, leftward, chunk_size):
         return _recur(q, k, v, rightward, leftward)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.chunk_size = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def vmap(info, in_dims, *inputs):
+        """The new axis goes in front of the batch's, where gates may be one for all."""
+        *tensors, chunk_size = inputs
+        unfolded = [
+            x if x is None else x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(tensors, in_dims[:-1], strict=True)
+        ]
+        batch = unfolded[0].shape[1]
+        folded = (x if x is None else x.expand(-1, batch, *x.shape[2:]).flatten(0, 1) for x in unfolded)
+        return _Recurrence.apply(*folded, chunk_size).unflatten(0, (-1, batch)), 0
 
     @staticmethod
     @once_differentiable

@@ -248,11 +248,17 @@ class LionConfig(PreTrainedConfig):
         """Rows and columns of patches of an image of `image_size`; incomplete patches at its edges count."""
         return count_patches(as_pair(self.image_size), as_pair(self.patch_size))
 
-    def _refuse_misspelt(self, unknown):
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        cls._refuse_misspelt(kwargs)  # which would be dropped without a word
+        return super().from_dict(config_dict, **kwargs)
+
+    @classmethod
+    def _refuse_misspelt(cls, unknown):
         """Unknown keys pass, as everywhere in Transformers, unless they are nearly the name of a field."""
-        names = [*self.__dataclass_fields__, *self.attribute_map]
+        names = [*cls.__dataclass_fields__, *cls.attribute_map]
         for key in unknown:
-            if key.startswith("_") or key in self.attribute_map or hasattr(type(self), key):
+            if key in names or key.startswith("_") or hasattr(cls, key):
                 continue
             if matches := get_close_matches(key, names, n=1, cutoff=0.85):
                 raise ValueError(f"LionConfig has no field `{key}`: did you mean `{matches[0]}`?")

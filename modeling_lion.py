@@ -189,7 +189,13 @@ class LionImageEmbeddings(nn.Module):
                 f"`bool_masked_pos` must be (batch, patches) = {tuple(tokens.shape[:2])}, "
                 f"got shape {tuple(bool_masked_pos.shape)}"
             )
-        return torch.where(bool_masked_pos[..., None].bool(), self.mask_token, tokens)
+        is_masked = bool_masked_pos.bool()
+        if _is_free_to_read(bool_masked_pos) and (bool_masked_pos != is_masked).any():
+            raise ValueError(
+                "`bool_masked_pos` must be 1 for patches that are masked and 0 for others, "
+                f"got values from {bool_masked_pos.min()} to {bool_masked_pos.max()}"
+            )
+        return torch.where(is_masked[..., None], self.mask_token, tokens)
 
     def _positions(self, pixel_values, interpolate_pos_encoding):
         grid = self.grid_of(pixel_values)
@@ -700,10 +706,10 @@ class LionModel(LionPreTrainedModel):
     ) -> BaseModelOutputWithPooling:
         r"""
         position_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
-            Indices of positions of each input sequence tokens in the position embeddings. Where that of the first
-            token that is not masked comes again, another sequence begins: those packed into one row never see each
-            other, and each has its own pooled output. (An exported program pools by rows all the same, unless it is
-            given `seq_idx` or `cu_seq_lens_q`.)
+            Indices of positions of each input sequence tokens in the position embeddings. At 0, and where that of the
+            first token that is not masked comes again, another sequence begins: those packed into one row never see
+            each other, and each has its own pooled output. (An exported program pools by rows all the same, unless it
+            is given `seq_idx` or `cu_seq_lens_q`.)
         bool_masked_pos (`torch.BoolTensor` of shape `(batch_size, num_patches)`, *optional*):
             Boolean masked positions. Indicates which patches are masked (1) and which aren't (0).
         interpolate_pos_encoding (`bool`, *optional*):
@@ -715,7 +721,8 @@ class LionModel(LionPreTrainedModel):
         seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
             Number of the sequence that each token of a packed row belongs to.
         cu_seq_lens_q (`torch.IntTensor` of shape `(num_sequences + 1,)`, *optional*):
-            Where the sequences packed into a single row begin, and its length.
+            Where the sequences packed into a single row begin, and its length. `cu_seq_lens_k`, `max_length_q` and
+            `max_length_k`, which kernels take beside it, must say the same.
         """
         scan = segment_ids = None
         if self.config.modality == "image":
@@ -735,6 +742,7 @@ class LionModel(LionPreTrainedModel):
             shape = _text_shape(input_ids, inputs_embeds, self.config.hidden_size)
             attention_mask = _key_mask(attention_mask, shape)
             segment_ids = _segment_ids(shape, attention_mask, position_ids, seq_idx, cu_seq_lens_q)
+            _check_lengths_of_kernels(cu_seq_lens_q, kwargs)
             if position_ids is None and segment_ids is not None:
                 position_ids = _positions_in(segment_ids)
             if segment_ids is not None and not is_tracing(segment_ids) and segment_ids.max() < 2:
@@ -775,6 +783,10 @@ class LionModel(LionPreTrainedModel):
 def _text_shape(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, hidden_size: int) -> torch.Size:
     """(batch, length) of one of the two."""
     if inputs_embeds is None:
+        if not isinstance(input_ids, torch.Tensor):
+            raise TypeError(
+                f"`input_ids` must be a tensor, got {type(input_ids)}: give tokenizers return_tensors='pt'"
+            )
         if input_ids.ndim != 2 or 0 in input_ids.shape:
             raise ValueError(
                 f"`input_ids` must be (batch, length), both at least 1, got shape {tuple(input_ids.shape)}"
@@ -785,6 +797,8 @@ def _text_shape(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | No
             f"`inputs_embeds` must be (batch, length, hidden_size = {hidden_size}), batch and length at least 1, "
             f"got shape {tuple(inputs_embeds.shape)}"
         )
+    if not inputs_embeds.is_floating_point():
+        raise ValueError(f"`inputs_embeds` must be floating point, got {inputs_embeds.dtype}")
     _check_finite("inputs_embeds", inputs_embeds)
     return inputs_embeds.shape[:2]
 
@@ -868,18 +882,35 @@ def _numbers_from_lengths(cu_seq_lens: torch.Tensor, shape: torch.Size) -> torch
     return numbers.repeat_interleave(lengths, output_size=length)[None]
 
 
+def _check_lengths_of_kernels(cu_seq_lens: torch.Tensor | None, kwargs: dict):
+    """What DataCollatorWithFlattening gives beside `cu_seq_lens_q` says the same of self-attention."""
+    given = {name: kwargs.get(name) for name in ("cu_seq_lens_k", "max_length_q", "max_length_k")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and cu_seq_lens is None:
+        raise ValueError(f"`{next(iter(given))}` goes with `cu_seq_lens_q`, which is not given")
+    if not given or not _is_free_to_read(cu_seq_lens):
+        return
+    keys = given.pop("cu_seq_lens_k", cu_seq_lens)
+    if keys.tolist() != cu_seq_lens.tolist():
+        raise ValueError(f"`cu_seq_lens_k` must be `cu_seq_lens_q`, {cu_seq_lens.tolist()}, got {keys.tolist()}")
+    longest = cu_seq_lens.diff().max().item()
+    for name, value in given.items():
+        if value < longest:
+            raise ValueError(f"`{name}` must be at least {longest}, as the longest sequence is, got {value}")
+
+
 def _begins(values: torch.Tensor, attention_mask: torch.Tensor | None, by_position: bool) -> torch.Tensor:
     """Whether each token `(batch, length)` is the first one of a sequence that is not masked.
 
-    It is where its number differs from that of the last such token before it, or, by position, where that of the
-    row's first such token comes again.
+    It is where its number differs from that of the last such token before it, or, by position, at 0 and where that of
+    the row's first such token comes again.
     """
     batch, length = values.shape
     places = torch.arange(length, device=values.device).expand(batch, length)
     real = torch.ones_like(places, dtype=torch.bool) if attention_mask is None else attention_mask
     if by_position:
         first = real.int().argmax(-1, keepdim=True)
-        return real & (values == values.gather(-1, first))
+        return real & ((values == 0) | (values == values.gather(-1, first)))
     seen = torch.where(real, places, -1).cummax(-1).values
     previous = nn.functional.pad(seen[:, :-1], (1, 0), value=-1)
     return real & ((previous < 0) | (values != values.gather(-1, previous.clamp(min=0))))

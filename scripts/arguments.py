@@ -26,6 +26,7 @@ from transformers import HfArgumentParser
 
 RECIPES = Path(__file__).parent / "recipes"
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 class UsageError(Exception):
@@ -42,8 +43,9 @@ class UsageError(Exception):
 def run(main: Callable[[], None]) -> None:
     """Run a script's `main`. A failure that the user can mend becomes one line on stderr and exit code 2.
 
-    Such are a `UsageError`, and a disk that does not take what a library writes, its cache for example. What several
-    processes have to say is said once, by the first of them, whichever that is. Ctrl-C is exit code 130.
+    Such are a `UsageError`, a path that cannot be or may not be used, and a disk that does not take what a library
+    writes, its cache for example. What several processes have to say is said once, by the first of them, whichever
+    that is. Ctrl-C is exit code 130.
     """
     try:
         main()
@@ -52,6 +54,8 @@ def run(main: Callable[[], None]) -> None:
     except UsageError as error:
         _fail(one_line(error))
     except OSError as error:
+        if error.errno in PATH_ERRORS:
+            _fail(f"{one_line(error)}.")
         if error.errno not in DISK_ERRORS:
             raise
         _fail(f"{one_line(error)}: make room there, or make it writable, then start again.")
@@ -116,6 +120,8 @@ class KeyValues(dict):
 
     def __init__(self, items: str | dict | Iterable = ()):
         super().__init__(self._parse(items) if isinstance(items, str) else items)
+        if wrong := [key for key in self if not isinstance(key, str)]:
+            raise argparse.ArgumentTypeError(f"names must be text, got {wrong[0]!r}")
 
     @staticmethod
     def _parse(text: str) -> dict[str, Any]:
@@ -187,13 +193,20 @@ def parse_arguments(
     recipe = _load_recipe(argv)
     names, others = _field_names(dataclass_types), _field_names(other_recipe_types)
     recipe = {name: value for name, value in recipe.items() if name in names or name not in others}
+    given, known = [*as_arguments(recipe, names), *argv], [*names, "recipe"]
     *parsed, _, unknown = parser.parse_args_into_dataclasses(
-        [*as_arguments(recipe, names), *argv], return_remaining_strings=True, look_for_args_file=False
+        given, return_remaining_strings=True, look_for_args_file=False
     )
     if unknown:
         name = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
-        raise UsageError(f"unknown argument {unknown[0]}{did_you_mean(name, [*names, 'recipe'])}")
+        raise UsageError(f"unknown argument {unknown[0]}{_after(unknown[0], given)}{did_you_mean(name, known)}")
     return tuple(parsed)
+
+
+def _after(value: str, argv: Sequence[str]) -> str:
+    """Which argument does not take a value."""
+    before = [argument for argument in argv[: argv.index(value)] if argument.startswith("--")]
+    return f" after {before[-1]}" if before and not value.startswith("-") else ""
 
 
 def _field_names(dataclass_types: Sequence[type]) -> list[str]:

@@ -36,7 +36,9 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from tqdm.auto import tqdm
 
+from lion_transformers import LionConfig
 from lion_transformers.attention_lion import ATTENTION_MODES, DIRECTIONS, choose_mode
+from lion_transformers.configuration_lion import as_pair
 from lion_transformers.scripts.arguments import UsageError, did_you_mean, parse_arguments, run
 from lion_transformers.scripts.benchmark_arguments import (
     PASSES,
@@ -76,7 +78,7 @@ from lion_transformers.scripts.benchmark_report import (
     rewrite_readme,
     tokens_per_second,
 )
-from lion_transformers.scripts.checkpointing import atomic_write, write_json
+from lion_transformers.scripts.checkpointing import atomic_write, make_output_dir, write_json
 
 
 DECAY_RATIO_LIMIT = 1.2
@@ -98,6 +100,7 @@ def main():
         command(arguments)
         return
     check_device(arguments.device)
+    make_output_dir(Path(arguments.output_dir))  # not after everything has been measured
     arguments.setting.apply()
     result = command(arguments)
     finish(name, arguments, result)
@@ -154,7 +157,6 @@ def finish(name: str, arguments: CommonArguments, result: Result) -> None:
         **asdict(result),
     }
     folder, stem = Path(arguments.output_dir), arguments.name or name
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"{stem}.json", content)
     report = make_report(content)
     atomic_write(folder / f"{stem}.md", lambda file: file.write_text(report, encoding="utf-8"))
@@ -302,6 +304,9 @@ def model_points(arguments) -> list[tuple[dict, list[ModelCase]]]:
     layers = arguments.num_hidden_layers or [None]
     if len(layers) not in (1, len(lengths)):
         raise UsageError(f"--num_hidden_layers takes one number, or one for each of {len(lengths)} inputs.")
+    patch = max(as_pair(arguments.config.get("patch_size", LionConfig.patch_size)))
+    if arguments.peer == "vit" and min(lengths) < patch:
+        raise UsageError(f"--image_sizes must be at least ViT's patches, {patch}, got {min(lengths)}.")
     pairs = zip(lengths, layers * len(lengths) if len(layers) == 1 else layers, strict=True)
     try:
         return [model_point(arguments, length, layers) for length, layers in pairs]

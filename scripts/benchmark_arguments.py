@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from transformers.hf_argparser import HfArg
@@ -52,6 +53,8 @@ class CommonArguments:
     tokens: int = HfArg(default=4096, help="In a batch: it has as many sequences as fit, one at least.")
 
     def __post_init__(self):
+        if self.name is not None and (not self.name or Path(self.name).name != self.name):
+            raise UsageError(f"--name must be that of a file, without folders, got {self.name!r}.")
         self.dtype = self.dtype or {"cpu": "float32", "cuda": "bfloat16"}[self.device]
         for name, value in vars(self).items():
             values = value if isinstance(value, list) else [value]

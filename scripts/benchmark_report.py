@@ -274,8 +274,10 @@ def rewrite_readme(readme: Path, results: Path) -> list[str]:
         The names, in the order of the README.
 
     Raises:
-        UsageError: if there are no markers, one is without its other, or a benchmark's files are not there.
+        UsageError: if the file or a benchmark's are not there, there are no markers, or one is without its other.
     """
+    if not readme.is_file():
+        raise UsageError(f"there is no file {readme}.")
     text = readme.read_text(encoding="utf-8")
     names = [match[1] for match in MARKERS.finditer(text)]
     if not names or len(re.findall(r"<!-- (?:end of )?benchmark: ", text)) != 2 * len(names):

@@ -30,7 +30,7 @@ from transformers import (
 import lion_transformers  # noqa: F401  registers LION with the Auto classes
 from lion_transformers.attention_lion import ATTENTION_MODES
 from lion_transformers.scripts.arguments import UsageError, call, run
-from lion_transformers.scripts.checkpointing import atomic_write, write_json
+from lion_transformers.scripts.checkpointing import atomic_write, make_output_dir, write_json
 from lion_transformers.scripts.training import provenance
 
 
@@ -56,6 +56,7 @@ def main():
     folder = arguments.output_dir
 
     # Each step writes the file that tells it is done last of all.
+    make_output_dir(folder)
     steps = [
         ("reviews", folder / "data", "validation.csv", write_reviews),
         ("tokenizer", folder / "tokenizer", "tokenizer_config.json", build_tokenizer),

@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 
 from lion_transformers.scripts.arguments import call, run
-from lion_transformers.scripts.checkpointing import atomic_write, publish, unfinished, write_json
+from lion_transformers.scripts.checkpointing import atomic_write, make_output_dir, publish, unfinished, write_json
 from lion_transformers.scripts.demo import build_tokenizer, write_reviews
 from lion_transformers.scripts.glue_report import NOTES, make_table, plot, read_summaries
 
@@ -43,6 +43,7 @@ def main():
     arguments = parser.parse_args()
     folder, demo_dir = arguments.output_dir, arguments.demo_dir
 
+    make_output_dir(folder)
     if not (demo_dir / "data" / "validation.csv").exists():
         write_reviews(demo_dir / "data")
     if not (demo_dir / "tokenizer" / "tokenizer_config.json").exists():

@@ -24,7 +24,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 import lion_transformers  # noqa: F401  registers LION with the Auto classes
 from lion_transformers.scripts.arguments import UsageError, call, run
-from lion_transformers.scripts.checkpointing import atomic_write, publish, unfinished, write_json
+from lion_transformers.scripts.checkpointing import atomic_write, make_output_dir, publish, unfinished, write_json
 from lion_transformers.scripts.demo import check_forms, spread_of_forms
 
 
@@ -61,6 +61,7 @@ def main():
     arguments = parser.parse_args()
     folder, models = arguments.output_dir, ABLATION if arguments.ablation else MODELS
 
+    make_output_dir(folder)
     if not (folder / "data").exists():
         write_digits(folder / "data")
     for number, (name, settings) in enumerate(models.items(), start=1):

@@ -13,7 +13,7 @@ from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 from lion_transformers.scripts.arguments import UsageError
-from lion_transformers.scripts.reading import loading
+from lion_transformers.scripts.reading import MAX_CHARACTERS, loading
 from lion_transformers.scripts.training import check_range
 from lion_transformers.tokenization.corpus import files_arguments
 
@@ -240,6 +240,11 @@ def _texts(task: Task, rows: Dataset, source: str) -> Dataset:
         for row, text in enumerate(texts[:][column]):
             if not isinstance(text, str):
                 raise UsageError(f"row {row} of {source} has {text!r} in column {column}, not a text.")
+            if len(text) > MAX_CHARACTERS:
+                raise UsageError(
+                    f"row {row} of {source} has {len(text):,} characters in column {column}, more than the"
+                    f" {MAX_CHARACTERS:,} that are tokenised at once."
+                )
     return texts
 
 

@@ -4,6 +4,7 @@ Augmentation is torchvision's; evaluation is the image processor that is saved w
 what the evaluation saw.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from glob import escape
@@ -21,7 +22,7 @@ from transformers.hf_argparser import HfArg
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, PILImageResampling
 
 from lion_transformers.scripts.arguments import UsageError, one_line
-from lion_transformers.scripts.reading import loading
+from lion_transformers.scripts.reading import hold_out, loading
 from lion_transformers.scripts.training import check_range
 from lion_transformers.tokenization.corpus import files_arguments
 
@@ -124,14 +125,11 @@ class AugmentationArguments:
     )
 
     def __post_init__(self):
-        check_range(self, ["horizontal_flip", "random_erasing"], low=0, below=1 + 1e-9)
+        check_range(self, ["horizontal_flip", "random_erasing"], low=0, most=1)
         check_range(self, ["randaugment_magnitude"], low=0, below=11)
         check_range(self, ["color_jitter", "mixup", "cutmix"], low=0)
         check_range(self, ["repeated_augmentation"], low=1)
-        for name in ["min_crop_scale", "crop_pct"]:
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise UsageError(f"{name} must be above 0 and at most 1, got {value}.")
+        check_range(self, ["min_crop_scale", "crop_pct"], above=0, most=1)
 
 
 # Data: splits with a column of images and one of labels → images and ids of classes
@@ -156,11 +154,7 @@ def load_splits(args: DataArguments, seed: int, evaluate_only: bool) -> tuple[Da
         raise UsageError(f"{args.source} has no train split, only {', '.join(splits)}.")
     train = splits["train"]
     if validation is None:
-        if len(train) < 2:
-            raise UsageError(f"{args.source} is too small: a single image cannot be split for validation.")
-        with loading(args.source):
-            parts = train.train_test_split(test_size=args.validation_split_percentage / 100, seed=seed)
-        train, validation = parts["train"], parts["test"]
+        train, validation = hold_out(train, args.validation_split_percentage, seed, args.source)
     return _sample(train, args.max_train_samples, seed), _sample(validation, args.max_eval_samples, seed)
 
 
@@ -356,8 +350,8 @@ def channel_statistics(
     saved = saved_statistics(pretrained, channels) if pretrained else None
     mean, std = saved or defaults
     mean, std = args.image_mean or mean, args.image_std or std
-    if not len(mean) == len(std) == channels or min(std) <= 0:
-        raise UsageError(f"image_mean and image_std need {channels} numbers each, the latter above 0.")
+    if not len(mean) == len(std) == channels or min(std) <= 0 or not all(map(math.isfinite, [*mean, *std])):
+        raise UsageError(f"image_mean and image_std need {channels} finite numbers each, the latter above 0.")
     return list(mean), list(std)
 
 

@@ -181,6 +181,8 @@ def read_config(folder: Path) -> LionConfig:
         raise UsageError(f"{folder} holds no config.json: give the folder of a saved model{found}.")
     try:
         settings, _ = LionConfig.get_config_dict(folder, local_files_only=True)
+        if not isinstance(settings, dict):
+            raise UsageError(f"{path} must hold names and values, got {type(settings).__name__}.")
         if settings.get("model_type") != LionConfig.model_type:
             raise UsageError(f"{folder} holds a model of type {settings.get('model_type')}, not a LION model.")
         return LionConfig.from_dict(settings)

@@ -62,7 +62,7 @@ from lion_transformers.scripts.batching import (
 )
 from lion_transformers.scripts.optimization import linear_schedule
 from lion_transformers.scripts.packing import PACKED_FEATURES, pack_documents
-from lion_transformers.scripts.reading import ReadStream, loading, preparing
+from lion_transformers.scripts.reading import MAX_CHARACTERS, ReadStream, hold_out, loading, preparing
 from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
     ArgumentGroups,
@@ -134,7 +134,7 @@ class DataArguments:
         sizes = ["max_seq_length", "max_eval_samples", "shuffle_buffer_size", "preprocessing_num_workers"]
         check_range(self, sizes, low=1)
         check_range(self, ["dataloader_num_workers"], low=0)
-        check_range(self, ["mlm_probability", "eval_mlm_probability"], low=0, below=1)
+        check_range(self, ["mlm_probability", "eval_mlm_probability"], above=0, below=1)
         check_range(self, ["validation_split_percentage"], low=0, below=100)
         if self.packing and self.line_by_line:
             raise UsageError("packing puts several documents into a sequence, line_by_line one: give one of them.")
@@ -160,8 +160,6 @@ class PretrainingArguments(TrainingArguments):
 
 
 # Data: documents → sequences of token ids → masked micro-batches
-
-MAX_CHARACTERS = 10_000_000  # of a document: tokens take a hundred times the memory of their text
 
 SEQUENCE_FEATURES = Features({"input_ids": List(Value("int32")), "special_tokens_mask": List(Value("int8"))})
 
@@ -192,11 +190,7 @@ def load_documents(args: DataArguments, seed: int) -> tuple[Dataset | IterableDa
         return splits["train"], splits["validation"]
     if args.streaming:
         raise UsageError(f"{source} has no validation split, and a stream cannot be split: give a validation_file.")
-    if len(splits["train"]) < 2:
-        raise UsageError(f"{source} is too small: a single document cannot be split for validation.")
-    with loading(source):
-        splits = splits["train"].train_test_split(test_size=args.validation_split_percentage / 100, seed=seed)
-    return splits["train"], splits["test"]
+    return hold_out(splits["train"], args.validation_split_percentage, seed, source)
 
 
 def check_text_column(documents: Dataset | IterableDataset, text_column: str, source: str) -> None:
@@ -522,6 +516,7 @@ class Pretraining(TrainingRun):
     tokenizer: PreTrainedTokenizerBase
     eval_loader: DataLoader
 
+    script = "pretrain_mlm"
     unit = "tokens"
     loss_label = "loss per masked token"
     metric_for_best_model = "eval_loss"
@@ -661,9 +656,9 @@ def train_and_save(pretraining: Pretraining, started: float) -> None:
 def main() -> None:
     started = time.perf_counter()
     arguments = Arguments(*parse_arguments([kind.type for kind in fields(Arguments)], None, __doc__))
-    accelerator, checkpoint = start(arguments.training, arguments.flat)
+    accelerator, checkpoint = start(arguments.training, arguments.flat, Pretraining.script)
     pretraining = prepare(arguments, accelerator, checkpoint)
-    begin(accelerator, "pretrain_mlm", arguments.flat, checkpoint)
+    begin(accelerator, pretraining.script, arguments.flat, checkpoint)
     with stopping_on_signals(accelerator):
         train_and_save(pretraining, started)
     accelerator.end_training()

@@ -1,5 +1,6 @@
 """What goes wrong with reading data, in one sentence that names the file."""
 
+import math
 import os
 import traceback
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import datasets
 import torch
+from datasets import Dataset
 from datasets.exceptions import DatasetsError
 from pyarrow import ArrowException
 
@@ -17,6 +19,7 @@ from lion_transformers.tokenization.corpus import CorpusError
 
 
 READERS = "datasets.packaged_modules."
+MAX_CHARACTERS = 10_000_000  # of a text: tokens take a hundred times the memory of their text
 READ_ERRORS = (DatasetsError, OSError, ValueError, TypeError, ArrowException)  # TypeError: another type than expected
 
 
@@ -31,7 +34,25 @@ def loading(source: str) -> Iterator[None]:
         reason = error.__cause__ or error  # "An error occurred while generating the dataset" has one
         if getattr(reason, "errno", None) in DISK_ERRORS:
             raise _no_room(reason) from error
+        if "corresponds to no data" in str(reason):
+            raise UsageError(f"{source} has no rows: it has a header but nothing below it, or no files.") from error
         raise UsageError(f"cannot load {file_being_read(reason) or source}: {one_line(reason)}") from error
+
+
+def hold_out(rows: Dataset, percentage: float, seed: int, source: str) -> tuple[Dataset, Dataset]:
+    """Rows to train on, and a random share of them to evaluate on.
+
+    Raises:
+        UsageError: one of the two would be empty.
+    """
+    number = math.ceil(percentage / 100 * len(rows))
+    if not 0 < number < len(rows):
+        raise UsageError(
+            f"{source} has {len(rows)} rows, of which validation_split_percentage {percentage} leaves none to"
+            f" {'train' if number else 'evaluate'} on: give another share, or data to evaluate on."
+        )
+    splits = rows.train_test_split(test_size=number, seed=seed)
+    return splits["train"], splits["test"]
 
 
 @contextmanager

@@ -27,15 +27,29 @@ class Checkpoint:
 
     Args:
         folder: where it is.
+        script: that made it.
         state: of the run, as it was saved.
         arguments: of the run.
         layout: what of data and processes has to stay as it was.
     """
 
     folder: Path
+    script: str
     state: dict[str, Any]
     arguments: dict[str, Any]
     layout: dict[str, Any]
+
+    def check_script(self, script: str) -> None:
+        """Refuse to go on with a run of another script.
+
+        Raises:
+            UsageError: names both.
+        """
+        if self.script != script:
+            raise UsageError(
+                f"{self.folder} is a checkpoint of {self.script}.py, from which {script}.py cannot go on: give another"
+                " one, another output_dir, or begin anew with --overwrite_output_dir."
+            )
 
     def check_arguments(self, arguments: dict[str, Any], free: set[str]) -> None:
         """Refuse to go on with other arguments than the checkpoint was made with.
@@ -92,7 +106,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     try:
         manifest = read_manifest(folder)
         state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-        return Checkpoint(folder, state, manifest["arguments"], manifest["layout"])
+        return Checkpoint(folder, manifest["script"], state, manifest["arguments"], manifest["layout"])
     except (OSError, KeyError) as error:
         raise UsageError(f"{folder} is not a checkpoint of a training run{_offer(folder)}") from error
     except UsageError as error:

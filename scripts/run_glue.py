@@ -378,6 +378,7 @@ class GlueRun(TrainingRun):
     eval_loaders: dict[str, DataLoader]  # by part of the evaluation set
     test_loaders: dict[str, DataLoader]
 
+    script = "run_glue"
     unit = "examples"
     loss_label = "loss per example"
     metric_for_best_model = "eval_combined_score"
@@ -536,12 +537,12 @@ def train_and_save(job: Job, splits: dict[str, Dataset], tokenizer: PreTrainedTo
         StopRequested: in the middle of it; there is a checkpoint.
     """
     started = time.perf_counter()
-    accelerator, checkpoint = start(job.arguments.training, job.arguments.flat, FREE_ARGUMENTS)
+    accelerator, checkpoint = start(job.arguments.training, job.arguments.flat, GlueRun.script, FREE_ARGUMENTS)
     model_args = model_to_start_from(job, output_dir)
     if accelerator.is_main_process:
         tqdm.write(f"{job.task.title}, seed {job.seed}:")
     glue_run = prepare(job, model_args, splits, tokenizer, accelerator, checkpoint)
-    begin(accelerator, "run_glue", job.arguments.flat, checkpoint)
+    begin(accelerator, GlueRun.script, job.arguments.flat, checkpoint)
     try:
         glue_run.train(started)
         glue_run.predict_test_sets()
@@ -579,7 +580,10 @@ def check_batches(job: Job, num_examples: int, num_processes: int) -> None:
     accumulation_steps(args.global_train_batch_size, args.per_device_train_batch_size, num_processes)
     at_once = args.per_device_train_batch_size * num_processes
     if num_examples < at_once:
-        raise UsageError(f"{job.task.title} has {num_examples} training examples, too few for a batch of {at_once}.")
+        raise UsageError(
+            f"{job.task.title} has {num_examples} training examples, too few for a batch of {at_once}: give"
+            " a smaller per_device_train_batch_size."
+        )
 
 
 def load_task_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:

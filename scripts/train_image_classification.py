@@ -114,9 +114,8 @@ class DistillationArguments:
     distillation_tau: float = HfArg(default=1.0, help="Temperature of soft distillation.")
 
     def __post_init__(self):
-        check_range(self, ["distillation_alpha"], low=0, below=1 + 1e-9)
-        if self.distillation_tau <= 0:
-            raise UsageError(f"distillation_tau must be above 0, got {self.distillation_tau}.")
+        check_range(self, ["distillation_alpha"], low=0, most=1)
+        check_range(self, ["distillation_tau"], above=0)
         if (self.teacher_name_or_path is None) != (self.distillation_type == "none"):
             raise UsageError("a teacher_name_or_path and a distillation_type (hard or soft) go together.")
 
@@ -155,8 +154,7 @@ class ClassificationArguments(TrainingArguments):
         super().__post_init__()
         check_range(self, ["label_smoothing", "ema_decay"], low=0, below=1)
         check_range(self, ["final_learning_rate", "warmup_learning_rate", "warmup_epochs"], low=0)
-        if not 0 < self.base_learning_rate < math.inf:
-            raise UsageError(f"base_learning_rate must be above 0, got {self.base_learning_rate}.")
+        check_range(self, ["base_learning_rate"], above=0)
 
 
 @dataclass
@@ -483,6 +481,7 @@ class ClassificationRun(TrainingRun):
     evaluator: Evaluator
     latest: tuple[dict[str, float], Predictions] | None = None  # evaluation, at the first resolution
 
+    script = "train_image_classification"
     unit = "images"
     loss_label = "loss per image"
     metric_for_best_model = "eval_top1"
@@ -711,12 +710,12 @@ def main() -> None:
     started = time.perf_counter()
     kinds = [kind.type for kind in fields(Arguments)]
     arguments = Arguments(*parse_arguments(kinds, None, __doc__))
-    accelerator, checkpoint = start(arguments.training, arguments.flat)
+    accelerator, checkpoint = start(arguments.training, arguments.flat, ClassificationRun.script)
     if arguments.training.evaluate_only:
         evaluate_and_save(arguments, accelerator)
     else:
         classification = prepare(arguments, accelerator, checkpoint)
-        begin(accelerator, "train_image_classification", arguments.flat, checkpoint)
+        begin(accelerator, classification.script, arguments.flat, checkpoint)
         with stopping_on_signals(accelerator):
             train_and_save(classification, started)
     accelerator.end_training()

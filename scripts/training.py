@@ -11,9 +11,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -43,7 +44,14 @@ from transformers import (
 from transformers.hf_argparser import HfArg
 
 import lion_transformers
-from lion_transformers.scripts.arguments import KeyValues, MergeKeyValues, UsageError, one_line, why_not_loaded
+from lion_transformers.scripts.arguments import (
+    KeyValues,
+    MergeKeyValues,
+    UsageError,
+    did_you_mean,
+    one_line,
+    why_not_loaded,
+)
 from lion_transformers.scripts.batching import Batches, derived_seed
 from lion_transformers.scripts.checkpointing import (
     atomic_write,
@@ -72,13 +80,28 @@ SCHEDULER_FILE = "scheduler.bin"
 # Arguments
 
 
-def check_range(arguments: Any, names: list[str], low: float, below: float = math.inf) -> None:
+def check_range(
+    arguments: Any,
+    names: list[str],
+    low: float | None = None,
+    *,
+    above: float | None = None,
+    below: float = math.inf,
+    most: float | None = None,
+) -> None:
     """Refuse the arguments that are out of range; None means that one is not given."""
+    lower = f"above {above}" if low is None else f"at least {low}"
     for name in names:
         value = getattr(arguments, name)
-        if value is not None and not low <= value < below:
-            upper = "" if below == math.inf else f" and below {below}"
-            raise UsageError(f"{name} must be at least {low}{upper}, got {value}.")
+        if value is None:
+            continue
+        is_above = value > above if low is None else value >= low
+        is_below = value < below if most is None else value <= most
+        if not (is_above and is_below):
+            upper = f" and at most {most}" if most is not None else f" and below {below}"
+            if below == math.inf and most is None:
+                upper = "" if isinstance(value, int) else " and finite"
+            raise UsageError(f"{name} must be {lower}{upper}, got {value}.")
 
 
 @dataclass
@@ -129,7 +152,7 @@ class TrainingArguments:
     weight_decay: float = HfArg(default=0.01, help="AdamW's weight decay; biases, norms and decays are exempt.")
     max_grad_norm: float = HfArg(default=1.0, help="Norm that gradients are clipped to; 0 clips nothing.")
     num_train_epochs: float = HfArg(default=3.0, help="Passes over the data, where max_steps is not given.")
-    max_steps: int = HfArg(default=-1, help="Updates; overrides num_train_epochs if positive.")
+    max_steps: int = HfArg(default=-1, help="Updates, instead of num_train_epochs; -1 goes by these.")
     mixed_precision: Literal["no", "bf16", "fp16"] = HfArg(
         default="no", help="Precision of the forward and backward passes."
     )
@@ -149,14 +172,16 @@ class TrainingArguments:
     )
 
     def __post_init__(self):
-        self.save_steps = self.save_steps or self.eval_steps
+        self.save_steps = self.eval_steps if self.save_steps is None else self.save_steps
         positive = ["per_device_train_batch_size", "per_device_eval_batch_size", "logging_steps", "eval_steps"]
         check_range(self, [*positive, "save_steps", "save_total_limit", "global_train_batch_size"], low=1)
         check_range(self, ["max_nonfinite_steps", "adam_epsilon", "weight_decay", "max_grad_norm"], low=0)
         check_range(self, ["adam_beta1", "adam_beta2"], low=0, below=1)
         check_range(self, ["seed"], low=0, below=2**32)
-        if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
-            raise UsageError(f"num_train_epochs must be above 0 where max_steps is not, got {self.num_train_epochs}.")
+        if self.max_steps == -1:
+            check_range(self, ["num_train_epochs"], above=0)
+        elif self.max_steps < 1:
+            raise UsageError(f"max_steps must be at least 1, or -1 for num_train_epochs, got {self.max_steps}.")
         if self.eval_steps and self.save_steps % self.eval_steps:
             raise UsageError(f"save_steps {self.save_steps} is not a multiple of eval_steps {self.eval_steps}.")
 
@@ -174,13 +199,14 @@ class ArgumentGroups:
 
 
 def start(
-    args: TrainingArguments, record: dict[str, Any], free: set[str] = FREE_ARGUMENTS
+    args: TrainingArguments, record: dict[str, Any], script: str, free: set[str] = FREE_ARGUMENTS
 ) -> tuple[Accelerator, Checkpoint | None]:
     """Claim output_dir, meet the other processes, and find what there is to go on from; the main one shows progress.
 
     Args:
         args: of the run.
         record: every argument of the run by its name; a checkpoint of other ones is refused.
+        script: whose run it is; a checkpoint of another one is refused.
         free: names of those that may differ all the same.
     """
     output_dir = Path(args.output_dir)
@@ -194,6 +220,7 @@ def start(
     show_progress_once(accelerator)
     checkpoint = folder and read_on_main_process(accelerator, folder)
     if checkpoint:
+        checkpoint.check_script(script)
         checkpoint.check_arguments(record, free)
         if accelerator.is_main_process:
             tqdm.write(f"{checkpoint.folder}: going on from step {checkpoint.state['step']}")
@@ -230,10 +257,19 @@ def make_accelerator(args: TrainingArguments) -> Accelerator:
         )
     except (ValueError, ImportError) as error:  # DeepSpeed may be missing
         raise UsageError(one_line(error)) from error
+    check_trackers(accelerator, args.report_to)
     check_processes(accelerator)
+    if args.mixed_precision == "fp16" and accelerator.device.type == "cpu":  # Accelerate would train in float32
+        raise UsageError("mixed_precision fp16 needs a GPU: on a CPU give bf16 or no.")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         configure_deepspeed(accelerator, args)
     return accelerator
+
+
+def check_trackers(accelerator: Accelerator, names: list[str]) -> None:
+    """Refuse those whose package is missing, which Accelerate leaves out."""
+    if missing := sorted(set(names) - {"none", "all", *map(str, accelerator.log_with)}):
+        raise UsageError(f"report_to {missing[0]} needs its package, which is not installed.")
 
 
 def check_processes(accelerator: Accelerator) -> None:
@@ -271,7 +307,7 @@ def configure_deepspeed(accelerator: Accelerator, args: TrainingArguments) -> No
     )
 
 
-def begin(accelerator: Accelerator, name: str, arguments: dict[str, Any], checkpoint: Checkpoint | None) -> None:
+def begin(accelerator: Accelerator, script: str, arguments: dict[str, Any], checkpoint: Checkpoint | None) -> None:
     """Remove what an earlier run left beyond the checkpoint, and log from there on.
 
     To be called once data and model are known to be good: a run that fails before costs nothing that was written.
@@ -281,7 +317,7 @@ def begin(accelerator: Accelerator, name: str, arguments: dict[str, Any], checkp
         clear_output_dir(output_dir) if checkpoint is None else clear_unfinished(output_dir, after_step=step)
     options = {"tensorboard": {"purge_step": step + 1}} if step else {}
     with writing(output_dir / "runs"):
-        accelerator.init_trackers(name, {argument: str(value) for argument, value in arguments.items()}, options)
+        accelerator.init_trackers(script, {argument: str(value) for argument, value in arguments.items()}, options)
 
 
 # The end of a run that the machine's owner asks for
@@ -376,12 +412,10 @@ def build_model(args: ModelArguments, auto_class: type, settings: dict[str, Any]
     """
     name, settings = args.model_name_or_path or args.config_name, {**settings, **args.config}
     if name is None and args.model_type not in CONFIG_MAPPING:
-        raise UsageError(f"unknown model_type {args.model_type}.")
+        raise UsageError(f"unknown model_type {args.model_type}{did_you_mean(args.model_type, CONFIG_MAPPING)}")
     try:
-        if name:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False, **settings)
-        else:
-            config = AutoConfig.for_model(args.model_type, **settings)
+        config = load_config(name, settings) if name else AutoConfig.for_model(args.model_type, **settings)
+        check_spelling(args.config, config)
         if args.model_name_or_path:
             loading = {"config": config, "dtype": torch.float32, "trust_remote_code": False, **loading}
             return auto_class.from_pretrained(name, **loading)
@@ -389,6 +423,22 @@ def build_model(args: ModelArguments, auto_class: type, settings: dict[str, Any]
     # RuntimeError: weights of other sizes; SafetensorError: a file that is cut; KeyError: an unknown activation.
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError, KeyError, StrictDataclassError) as error:
         raise UsageError(f"cannot make the model {name or args.model_type}: {why_not_loaded(error)}") from error
+
+
+def load_config(name: str, settings: dict[str, Any]) -> PreTrainedConfig:
+    """A saved configuration with other `settings`, of which it keeps all, as a new one does."""
+    config, unused = AutoConfig.from_pretrained(name, trust_remote_code=False, return_unused_kwargs=True, **settings)
+    for field_name in unused.keys() & settings.keys():
+        setattr(config, field_name, settings[field_name])
+    return config
+
+
+def check_spelling(names: Iterable[str], config: PreTrainedConfig) -> None:
+    """Refuse what is nearly the name of a field of any family: it would be kept without a word, to no effect."""
+    known = [*type(config)().to_dict(), *config.attribute_map]
+    for name in names:
+        if name not in known and (meant := get_close_matches(name, known, n=1, cutoff=0.85)):
+            raise UsageError(f"the configuration of {config.model_type} has no {name}: did you mean {meant[0]}?")
 
 
 def load_pretrained_config(args: ModelArguments) -> PreTrainedConfig:
@@ -581,6 +631,7 @@ class TrainingRun:
     grad_norm: Tensor | None = field(default=None, init=False)  # of the last update, before clipping
     saved_step: int | None = field(default=None, init=False)  # of the last checkpoint
 
+    script: ClassVar[str]  # name of its file
     unit: ClassVar[str]  # what throughput is counted in
     loss_label: ClassVar[str]
     metric_for_best_model: ClassVar[str]
@@ -809,7 +860,7 @@ class TrainingRun:
                 write_json(unfinished(folder) / "trainer_state.json", state)
             self.accelerator.wait_for_everyone()
             if is_main:
-                write_manifest(unfinished(folder), arguments=self.record, layout=self.layout)
+                write_manifest(unfinished(folder), script=self.script, arguments=self.record, layout=self.layout)
                 publish(folder)
                 prune_checkpoints(self.output_dir, self.state.best_step, self.args.save_total_limit)
         self.accelerator.wait_for_everyone()  # the others may look for it

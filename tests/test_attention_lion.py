@@ -813,6 +813,68 @@ def test_auto_is_parallel_up_to_the_crossover(has_decay, longest):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Transforms of torch.func
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Of operations for which torch has no rule of its own.
+slowly = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+
+@slowly
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_vmap_is_a_loop_over_calls_in_values_and_gradients(mode, decay, normalize):
+    calls = [make_inputs(decay, length=70, seed=seed) for seed in range(3)]
+    inputs = [None if xs[0] is None else torch.stack(xs) for xs in zip(*calls, strict=True)]
+    masks, segments = (torch.stack([x, x.flip(0), x.flip(1)]) for x in (make_mask(70).double(), make_segments(70)))
+
+    def attend(mask, segments, *inputs):
+        options = {"key_mask": mask, "segment_ids": segments, "normalize": normalize}
+        return lion_attention(*inputs, mode=mode, chunk_size=16, **options)
+
+    def vmapped(*inputs):
+        return torch.vmap(attend)(masks, segments, *(x for x in inputs if x is not None))
+
+    def looped(*inputs):
+        outputs = []
+        for i in range(3):
+            options = {"key_mask": masks[i].bool(), "segment_ids": segments[i], "normalize": normalize}
+            outputs.append(loop_attention(*(x if x is None else x[i] for x in inputs), **options))
+        return torch.stack(outputs)
+
+    for ours, expected in zip(with_gradients(vmapped, inputs), with_gradients(looped, inputs), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+
+
+@slowly
+@pytest.mark.parametrize("mode", MODES)
+def test_vmap_over_decays_alone(mode):
+    q, k, v, log_decay = make_inputs("fixed", length=70)
+    several = torch.stack([log_decay, 3 * log_decay])
+    actual = torch.vmap(lambda g: lion_attention(q, k, v, g, mode=mode, chunk_size=16))(several)
+    for output, one in zip(actual, several, strict=True):
+        torch.testing.assert_close(output, loop_attention(q, k, v, one), rtol=1e-10, atol=1e-10)
+
+
+@slowly
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_for_each_example(mode):
+    """As `torch.func.vmap(grad(…))` takes them."""
+    q, k, v, log_decay = make_inputs("selective", length=70)
+    per_example = [x[:, None] for x in (q, k, v, log_decay)]
+
+    def loss(*inputs):
+        return lion_attention(*inputs, mode=mode, chunk_size=16).square().sum()
+
+    actual = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2, 3)))(*per_example)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v, log_decay)]
+    loop_attention(*inputs).square().sum().backward()
+    for ours, x in zip(actual, inputs, strict=True):
+        torch.testing.assert_close(ours[:, 0], x.grad, rtol=1e-10, atol=1e-10)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Attention matrix, errors
 # ---------------------------------------------------------------------------------------------------------------------
 

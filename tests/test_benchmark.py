@@ -16,6 +16,7 @@ from oracle import loop_attention
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from training_checks import fails_with
 
 from lion_transformers import LionConfig, LionModel
 from lion_transformers.scripts import benchmark, benchmark_measure, benchmark_report
@@ -865,6 +866,12 @@ def test_decay_times_every_strength(bench, monkeypatch):
         (["model", "--size", "huge"], "there is no such model: `size` must be one of 'base'"),
         (["model", "--config", "hidden_size=7"], "(?s)there is no such model: .*must be a multiple"),
         (["model", "--config", "decay_type=none"], "decay_type is set by --decays"),
+        (["model", "--name", "folder/name"], "--name must be that of a file, without folders, got 'folder/name'"),
+        (["model", "--name", ""], "--name must be that of a file, without folders, got ''"),
+        (
+            ["model", "--modality", "image", "--image_sizes", 224, 8],
+            "--image_sizes must be at least ViT's patches, 16, got 8",
+        ),
         (["flat", "--lengths", 512], "--lengths must be several"),
         (["packing", *TINY], "vocab_size must be 261 at least"),
     ],
@@ -872,6 +879,19 @@ def test_decay_times_every_strength(bench, monkeypatch):
 def test_what_cannot_be_is_refused(bench, arguments, message):
     with pytest.raises(UsageError, match=message):
         bench(*arguments)
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys, folder):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(benchmark, "COMMANDS", {"model": (benchmark.ModelArguments, pytest.fail)})
+    error = fails_with(benchmark, monkeypatch, capsys, "model", "--output_dir", tmp_path / folder)
+    assert f"error: cannot write into output_dir {tmp_path / folder}: " in error
+
+
+def test_a_readme_that_is_not_there_is_refused(monkeypatch, tmp_path):
+    with pytest.raises(UsageError, match=r"there is no file .*nothing\.md"):
+        write_readme(monkeypatch, tmp_path / "nothing.md")
 
 
 def test_without_a_gpu_cuda_is_refused(bench, monkeypatch):

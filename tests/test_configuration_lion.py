@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, BertConfig, DistilBertConfig, ViTConfig
+from transformers import AutoConfig, AutoModel, BertConfig, DistilBertConfig, ViTConfig
 
 from lion_transformers import LionConfig, LionForImageClassification, LionForSequenceClassification, LionModel
 
@@ -197,6 +197,15 @@ def test_misspelt_field_in_a_file_is_refused(tmp_path):
     path.write_text(path.read_text().replace('"decay_type"', '"decay_typ"'))
     with pytest.raises(ValueError, match="did you mean `decay_type`"):
         LionConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("auto", [LionConfig, AutoConfig, AutoModel], ids=lambda auto: auto.__name__)
+def test_misspelt_field_beside_a_file_is_refused(tmp_path, auto):
+    AutoModel.from_config(LionConfig(**TINY)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="LionConfig has no field `decay_typ`: did you mean `decay_type`"):
+        auto.from_pretrained(tmp_path, decay_typ="none")
+    loaded = auto.from_pretrained(tmp_path, decay_type="none")
+    assert getattr(loaded, "config", loaded).decay_type == "none"
 
 
 @pytest.mark.parametrize("other", [BertConfig, ViTConfig, DistilBertConfig], ids=lambda other: other.model_type)

@@ -3,9 +3,10 @@ import sys
 
 import pandas as pd
 import pytest
+from training_checks import fails_with
 
 from lion_transformers import LionConfig, LionForMaskedLM
-from lion_transformers.scripts import demo
+from lion_transformers.scripts import demo, demo_glue, demo_image
 from lion_transformers.scripts.arguments import UsageError, call
 from lion_transformers.tokenization import train_wordpiece_tokenizer
 
@@ -101,3 +102,10 @@ def test_the_demo_learns(tmp_path, monkeypatch):
     assert results["sentiment_accuracy"] > results["majority_class_share"] + 0.1
     assert results["largest_difference_between_forms"] < 1e-4
     assert results["peak_memory_gib"] < 4
+
+
+@pytest.mark.parametrize("module", [demo, demo_image, demo_glue], ids=lambda module: module.__name__)
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, capsys, module):
+    (tmp_path / "file").write_text("")
+    error = fails_with(module, monkeypatch, capsys, "--output_dir", tmp_path / "file")
+    assert f"error: cannot write into output_dir {tmp_path / 'file'}: " in error

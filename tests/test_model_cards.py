@@ -396,6 +396,7 @@ def test_figures_of_a_run_on_glue_are_its_metrics(tmp_path):
         ("config.json", None, "holds no config.json"),
         ("config.json", '{"model_type": "bert"}', "a model of type bert, not a LION model"),
         ("config.json", "{", "is not the configuration of a LION model"),
+        ("config.json", "[]", "config.json must hold names and values, got list."),
         ("results.json", "{", "results.json cannot be read: Expecting"),
         ("results.json", "[1]", "results.json must hold names and values"),
         ("results.json", '{"after": {"eval_loss": NaN}}', "NaN is not a finite number"),

@@ -99,6 +99,27 @@ def test_a_mask_of_ones_beside_them_changes_nothing(cls, decay_type, mode, field
 
 @each_decay
 @each_mode
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_row_may_begin_in_the_middle_of_a_document(decay_type, mode, padding):
+    """Positions 5 to 7 of one, two documents of one token, and one of four."""
+    model, ids = build(LionForSequenceClassification, decay_type), torch.arange(1, 10)[None]
+    positions = torch.tensor([[5, 6, 7, 0, 0, 0, 1, 2, 3]])
+    parts = [slice(0, 3), slice(3, 4), slice(4, 5), slice(5, 9)]
+
+    def pad(x):
+        return torch.nn.functional.pad(x, (padding, 0))
+
+    with torch.no_grad():
+        row = {"input_ids": pad(ids), "position_ids": pad(positions), "attention_mask": pad(torch.ones_like(ids))}
+        packed = model(**row, attn_mode=mode).logits
+        states = model.lion(**row, attn_mode=mode).last_hidden_state[:, padding:]
+        alone = [{"input_ids": ids[:, part], "position_ids": positions[:, part]} for part in parts]
+        assert_close(packed, torch.cat([model(**batch).logits for batch in alone]))
+        assert_close(states, torch.cat([model.lion(**batch).last_hidden_state for batch in alone], 1))
+
+
+@each_decay
+@each_mode
 @pytest.mark.parametrize("fields", ["position_ids", "seq_idx"])
 def test_packed_rows_of_a_batch_may_be_padded(decay_type, mode, fields):
     """Two rows of two and three sequences, the first one padded on both sides and between its sequences."""
@@ -192,6 +213,35 @@ def test_lengths_that_contradict_positions_are_refused():
         model(ids, position_ids=positions, cu_seq_lens_q=torch.tensor([0, 4, 8]))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"cu_seq_lens_k": torch.tensor([0, 4, 8])},
+            r"`cu_seq_lens_k` must be `cu_seq_lens_q`, \[0, 3, 8\], got \[0, 4",
+        ),
+        ({"cu_seq_lens_k": torch.tensor([0, 8])}, r"`cu_seq_lens_k` must be `cu_seq_lens_q`, \[0, 3, 8\], got \[0, 8"),
+        ({"max_length_q": 4}, "`max_length_q` must be at least 5, as the longest sequence is, got 4"),
+        ({"max_length_k": 4}, "`max_length_k` must be at least 5, as the longest sequence is, got 4"),
+        ({"cu_seq_lens_q": None}, "`cu_seq_lens_k` goes with `cu_seq_lens_q`, which is not given"),
+        (
+            {"cu_seq_lens_q": None, "cu_seq_lens_k": None},
+            "`max_length_q` goes with `cu_seq_lens_q`, which is not given",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "cls", [LionModel, LionForMaskedLM, LionForSequenceClassification], ids=lambda cls: cls.__name__
+)
+def test_what_kernels_take_beside_lengths_must_agree_with_them(cls, changes, message):
+    model, ids = build(cls), [torch.arange(1, 4), torch.arange(4, 9)]
+    fields = pack(ids, return_flash_attn_kwargs=True)
+    assert fields["max_length_q"] == fields["max_length_k"] == 5
+    model(**fields | {"max_length_q": 6})  # a bound, which kernels take as well
+    with pytest.raises(ValueError, match=message):
+        model(**fields | changes)
+
+
 def test_lengths_go_with_a_single_row():
     with pytest.raises(ValueError, match=r"length of the only row, got \[0, 3, 8\] for \(batch, length\) = \(2, 4\)"):
         build(LionModel)(torch.ones(2, 4, dtype=torch.long), cu_seq_lens_q=torch.tensor([0, 3, 8]))
@@ -243,7 +293,7 @@ def test_a_compiled_model_keeps_packed_sequences_apart(decay_type):
     assert_close(logits, torch.cat(outputs_alone(model, sequences), 1))
 
 
-@pytest.mark.parametrize("fields", ["position_ids", "seq_idx", "cu_seq_lens_q"])
+@pytest.mark.parametrize("fields", ["position_ids", "seq_idx", "cu_seq_lens_q", "all"])
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_a_compiled_model_pools_each_packed_sequence(num_labels, fields):
     torch.compiler.reset()

@@ -209,7 +209,7 @@ def test_a_recipe_of_bytes_is_no_yaml():
         ("seed: 1", ["--config", "hidden_size"], "expected key=value,key=value, got 'hidden_size'"),
         ("eval_steps: 20", ["--save_steps", "30"], "save_steps 30 is not a multiple of eval_steps 20"),
         ("logging_steps: 0", [], "logging_steps must be at least 1, got 0"),
-        ("seed: 1", ["--mlm_probability", "15"], "mlm_probability must be at least 0 and below 1, got 15.0"),
+        ("seed: 1", ["--mlm_probability", "15"], "mlm_probability must be above 0 and below 1, got 15.0"),
         ("warmup_ratio: 6", [], "warmup_ratio must be at least 0 and below 1, got 6.0"),
     ],
 )
@@ -822,7 +822,9 @@ def test_expected_failures_are_one_sentence(tokenizer, corpus, monkeypatch, caps
         "--train_file", "table.csv", "--text_column", "label"
     )
     assert "'empty.txt' is empty" in failure("--train_file", "empty.txt")
-    assert "too small: a single document" in failure("--train_file", "one.txt")
+    assert "one.txt has 1 rows, of which validation_split_percentage 5.0 leaves none to train on" in failure(
+        "--train_file", "one.txt"
+    )
     assert "too small for one sequence of 16 tokens" in failure("--train_file", "small.txt")
     assert "too small for one sequence" in failure("--train_file", "blank.txt")
     assert "cannot load broken.jsonl" in failure("--train_file", "broken.jsonl")

@@ -458,10 +458,19 @@ def test_what_is_drawn_follows_from_the_seed_and_the_position():
 
 
 def test_a_checkpoint_of_another_script_is_refused(train, capsys):
-    train.module, train.argv = pretrain_mlm, Trainer(train.monkeypatch, "streamed text").argv
-    assert "out/checkpoint-7 was made with " in failure(train, capsys)
     images = Trainer(train.monkeypatch, "images")
-    assert "out/checkpoint-7 was made with " in failure(images, capsys)
+    message = (
+        "out/checkpoint-7 is a checkpoint of pretrain_mlm.py, from which train_image_classification.py cannot go on"
+    )
+    assert message in failure(images, capsys)
+    assert message in failure(
+        images, capsys, "--output_dir", "elsewhere", "--resume_from_checkpoint", "out/checkpoint-7"
+    )
+
+
+def test_a_checkpoint_of_streamed_text_is_refused_where_it_is_indexed(train, capsys):
+    train.argv = Trainer(train.monkeypatch, "streamed text").argv
+    assert "out/checkpoint-7 was made with " in failure(train, capsys)
 
 
 def test_results_of_glue_that_are_damaged_are_named(monkeypatch, capsys):
@@ -1011,6 +1020,6 @@ def test_a_checkpoint_of_elsewhere_costs_no_other_run_its_own(tmp_path):
     checkpoint = str(tmp_path / "there" / "checkpoint-3")
     args = training.TrainingArguments(output_dir=str(tmp_path / "here"), resume_from_checkpoint=checkpoint)
     with pytest.raises(UsageError, match="holds checkpoints of another run"):
-        training.start(args, {})
+        training.start(args, {}, "pretrain_mlm")
     clear_output_dir(tmp_path / "here")
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["checkpoint-7-kept"]

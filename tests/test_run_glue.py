@@ -1046,7 +1046,7 @@ def test_failures_are_one_sentence(bert, monkeypatch, capsys):
     assert "cannot load the model nowhere" in failure("--model_name_or_path", "nowhere")
     assert "cannot load the tokenizer nowhere" in failure("--tokenizer_name", "nowhere")
     assert "give a tokenizer_name" in failure("--model_name_or_path", "")
-    assert "SST-2 has 16 training examples, too few for a batch of 17." in failure(
+    assert "SST-2 has 16 training examples, too few for a batch of 17: give" in failure(
         "--per_device_train_batch_size", "17"
     )
     assert "max_seq_length 64 exceeds the model's max_position_embeddings 32" in failure("--max_seq_length", "64")

@@ -4,6 +4,7 @@ import ast
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,49 +27,101 @@ TINY = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_si
 
 # One process for all scripts: starting is what takes the time.
 RUN_ALL = """
-import json, sys
-from lion_transformers.scripts import model_card, pretrain_mlm, publish
+import importlib, json, sys
+from lion_transformers.scripts.arguments import run
 
 for name, *argv in json.loads(sys.argv[1]):
     sys.argv = [name, *argv]
-    globals()[name].main()
+    try:
+        run(importlib.import_module(f"lion_transformers.scripts.{name}").main)
+    except SystemExit as exit:
+        print(f"exit code of {name}: {exit.code}")
 """
 
 
-def run_with_secrets(folder, *commands, **env):
+def run_with_secrets(folder, server, *commands):
     """Everything that scripts print, run in `folder` with secrets in their environment."""
-    env = {**os.environ, **SECRETS, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "hf"), "OMP_NUM_THREADS": "1", **env}
+    env = {**os.environ, **SECRETS, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "hf"), "OMP_NUM_THREADS": "1"}
+    env |= {"HF_ENDPOINT": server.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "-c", RUN_ALL, json.dumps(commands)]
-    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=180)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout + result.stderr
 
 
-def test_no_secret_is_written_printed_or_published(tmp_path):
-    build_character_tokenizer("bytes").save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "text.txt").write_text("the cat sees a bird in the garden\n" * 40)
-    files = ["--train_file", "text.txt", "--tokenizer_name", "tokenizer", "--output_dir", "out"]
-    training = ["--config", TINY, "--max_seq_length", "16", "--max_steps", "1", "--report_to", "tensorboard"]
-    card = ["out", "--repo_id", "alice/cat", "--license", "mit"]
-    with HubServer({TOKEN: "alice"}) as server:
-        printed = run_with_secrets(
-            tmp_path,
-            ["pretrain_mlm", *files, *training],
-            ["model_card", *card, "--output_file", "card.md"],
-            ["publish", *card],
-            **{"HF_ENDPOINT": server.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
-            NO_PROXY="127.0.0.1",
-        )
-        assert f"Bearer {TOKEN}" in {authorization for _, authorization in server.requests}
-        uploaded = server.repositories["alice/cat"].files
-    assert list((tmp_path / "out").glob("runs/**/events*")) and (tmp_path / "out" / "checkpoint-1").is_dir()
-    assert "model.safetensors" in uploaded
-
-    written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert tmp_path / "out" / "results.json" in written and tmp_path / "card.md" in written
+def check_no_secret(folder, printed, uploaded):
+    written = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for name, content in {**written, **uploaded}.items():
         assert CANARY.encode() not in content, name
     assert CANARY not in printed
+
+
+@pytest.fixture
+def commands(tmp_path):
+    """Command lines of the three training scripts, short ones with a tracker, and their data."""
+    build_character_tokenizer("bytes").save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "text.txt").write_text("the cat sees a bird in the garden\n" * 40)
+    (tmp_path / "SST-2").mkdir()
+    for name in ("train", "dev", "test"):
+        (tmp_path / "SST-2" / f"{name}.tsv").write_text("sentence\tlabel\n" + "good\t1\nbad\t0\n" * 4)
+    for label in ("a", "b"):
+        (tmp_path / "images" / label).mkdir(parents=True)
+        for number in range(4):
+            PIL.Image.new("RGB", (8, 8)).save(tmp_path / "images" / label / f"{number}.png")
+    text = ["--tokenizer_name", "tokenizer", "--config", TINY, "--max_seq_length", "16"]
+    image = ["--config", f"{TINY},modality=image,image_size=8,patch_size=4", "--repeated_augmentation", "1"]
+    short = ["--max_steps", "1", "--per_device_train_batch_size", "4", "--report_to", "tensorboard"]
+    return {
+        "pretrain_mlm": [*text, "--train_file", "text.txt", *short, "--output_dir", "text"],
+        "run_glue": [*text, "--data_dir", ".", "--task_name", "sst2", *short, "--output_dir", "glue"],
+        "train_image_classification": [
+            *image,
+            *["--train_dir", "images", "--validation_dir", "images", *short, "--output_dir", "image"],
+        ],
+    }
+
+
+def test_no_secret_is_written_printed_or_published(tmp_path, commands):
+    models = {"text": "text", "glue": "glue/sst2/seed-17", "image": "image"}
+    cards = [
+        ["model_card", folder, "--repo_id", f"alice/{name}", "--license", "mit", "--output_file", f"{name}.md"]
+        for name, folder in models.items()
+    ]
+    publishing = ["publish", "text", "--repo_id", "alice/cat", "--license", "mit"]
+    with HubServer({TOKEN: "alice"}) as server:
+        printed = run_with_secrets(
+            tmp_path, server, *([name, *argv] for name, argv in commands.items()), *cards, publishing
+        )
+        assert f"Bearer {TOKEN}" in {authorization for _, authorization in server.requests}
+        uploaded = server.repositories["alice/cat"].files
+    assert "exit code" not in printed
+    for name, folder in models.items():
+        assert list((tmp_path / folder).glob("runs/**/events*")) and (tmp_path / folder / "checkpoint-1").is_dir()
+        assert (tmp_path / folder / "results.json").is_file() and (tmp_path / f"{name}.md").is_file()
+    assert "model.safetensors" in uploaded
+    check_no_secret(tmp_path, printed, uploaded)
+
+
+def test_no_secret_is_written_or_printed_where_scripts_fail(tmp_path, commands):
+    """Losses that are not finite, whose batches are kept; a broken image; a model that the Hub does not have."""
+    (tmp_path / "broken" / "a").mkdir(parents=True)
+    (tmp_path / "broken" / "a" / "1.png").write_bytes(b"no image")
+    too_fast = ["--learning_rate", "1e30", "--max_steps", "30", "--max_nonfinite_steps", "0"]
+    failing = [
+        ["pretrain_mlm", *commands["pretrain_mlm"], *too_fast],
+        ["pretrain_mlm", *commands["pretrain_mlm"][4:], "--model_name_or_path", "alice/nothing"],
+        ["run_glue", *commands["run_glue"], *too_fast],
+        ["train_image_classification", *commands["train_image_classification"], "--validation_dir", "broken"],
+        ["model_card", "broken", "--repo_id", "alice/cat"],
+        ["publish", "broken", "--repo_id", "alice/cat"],
+    ]
+    with HubServer({}) as server:
+        printed = run_with_secrets(tmp_path, server, *failing)
+        assert f"Bearer {TOKEN}" in {authorization for _, authorization in server.requests}
+        assert not server.repositories
+    assert re.findall(r"exit code of (\w+): 2", printed) == [name for name, *_ in failing]
+    assert list(tmp_path.glob("text/nonfinite-batch-*")) and list(tmp_path.glob("glue/**/nonfinite-batch-*"))
+    check_no_secret(tmp_path, printed, {})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

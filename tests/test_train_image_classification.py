@@ -203,7 +203,7 @@ def test_the_demo_recipe_makes_a_model_for_digits():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--mixup", "-1"], "mixup must be at least 0, got -1.0"),
+        (["--mixup", "-1"], "mixup must be at least 0 and finite, got -1.0"),
         (["--crop_pct", "0"], "crop_pct must be above 0 and at most 1, got 0.0"),
         (["--randaugment_magnitude", "11"], "randaugment_magnitude must be at least 0 and below 11"),
         (["--ema_decay", "1"], "ema_decay must be at least 0 and below 1"),
@@ -477,7 +477,7 @@ def test_statistics_follow_the_channels_and_the_pretrained_model():
     assert channel_statistics(AugmentationArguments(), 3, "model") == ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
     given = AugmentationArguments(image_mean=[0.7, 0.8, 0.9])
     assert channel_statistics(given, 3, "model") == ([0.7, 0.8, 0.9], [0.4, 0.5, 0.6])
-    with pytest.raises(UsageError, match="need 1 numbers each"):
+    with pytest.raises(UsageError, match="need 1 finite numbers each"):
         channel_statistics(given, 1, None)
     with pytest.raises(UsageError, match="images have 1 or 3 channels, the model has num_channels 4"):
         channel_statistics(given, 4, None)
@@ -1158,11 +1158,11 @@ def test_expected_failures_are_one_sentence(colors, monkeypatch, capsys):
     vit(num_labels=4).save_pretrained("teacher")
 
     Path("one.csv").write_text("image,label\ntrain/red/red-0.png,1\n")
-    assert "a single image cannot be split" in fails_with(
+    assert "one.csv has 1 rows, of which validation_split_percentage 5.0 leaves none to train on" in fails_with(
         monkeypatch, capsys, *TINY_MODEL, "--train_file=one.csv", "--output_dir=out"
     )
     assert "there is no folder nowhere" in failure("--train_dir", "nowhere")
-    assert "cannot load empty valid" in failure("--train_dir", "empty")
+    assert "empty valid has no rows" in failure("--train_dir", "empty")
     assert "the label yellow in train more is not among the 3" in failure("--validation_dir", "more")
     assert "cannot load nobody/nothing" in fails_with(
         monkeypatch, capsys, *TINY_MODEL, "--output_dir=out", "--dataset_name=nobody/nothing"
