@@ -169,7 +169,7 @@ class Trainer:
             seen[run.state.step] = [{name: part.clone() for name, part in each.items()} for each in micro_batches]
             backwards.clear()
             if how in ("sigterm", "sigint") and run.state.step == when:
-                os.kill(os.getpid(), signal.Signals[how.upper()])
+                signal.raise_signal(signal.Signals[how.upper()])
             return accumulate(run, micro_batches)
 
         def interrupted_backward(accelerator, loss):
@@ -180,7 +180,7 @@ class Trainer:
 
         def interrupted_evaluation(run):
             if how == "sigterm in evaluation" and run.state.step == when:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             return evaluate(run)
 
         with self.monkeypatch.context() as patch:
@@ -271,9 +271,9 @@ def test_ctrl_c_stops_a_run_as_sigterm_does(monkeypatch, kind):
 
 def test_a_second_ctrl_c_interrupts_at_once():
     with pytest.raises(KeyboardInterrupt), training.stopping_on_signals(SimpleNamespace()):
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert training._stop.is_set()
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not training._stop.is_set()
 
 
@@ -321,7 +321,7 @@ def test_glue_that_is_sent_sigterm_at_the_end_of_a_run_stops_before_the_next(mon
     function = getattr(run_glue.GlueRun, moment)
 
     def interrupted(*args, **kwargs):
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         return function(*args, **kwargs)
 
     with monkeypatch.context() as patch:
@@ -921,7 +921,7 @@ accumulate = pretrain_mlm.Pretraining.accumulate_gradients
 
 def stop_one_process(training, micro_batches):
     if os.environ["RANK"] == "1" and training.state.step == int(os.environ["STOP"]):
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
     return accumulate(training, micro_batches)
 
 pretrain_mlm.Pretraining.accumulate_gradients = stop_one_process
