@@ -66,7 +66,7 @@ def main():
     kind, script = sys.argv.pop(1), sys.argv.pop(1)
     train = training.TrainingRun.train
     training.Accelerator = lambda **arguments: dividing_accelerator(kind, **arguments)
-    training.TrainingRun.train = lambda run: (check_divided(run), train(run))
+    training.TrainingRun.train = lambda run, started: (check_divided(run), train(run, started))
     training.TrainingRun.update = disturbed(training.TrainingRun.update)
     run(SCRIPTS[script].main)
 
