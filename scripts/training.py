@@ -244,6 +244,14 @@ def check_processes(accelerator: Accelerator) -> None:
         raise UsageError(
             f"{asked[0].value} divides over GPUs only, and this run uses none: start it without that --config_file."
         )
+    by_accelerate = {
+        "ACCELERATE_MIXED_PRECISION",
+        "MASTER_ADDR",
+    } <= os.environ.keys()  # with --num_processes 2 or more
+    if by_accelerate and not os.environ.get("WORLD_SIZE"):  # it leaves others than GPUs to MPI
+        raise UsageError(
+            "one process alone was started: without GPUs, give --multi_gpu, and set ACCELERATE_USE_CPU=true."
+        )
     launched = int(os.environ.get("WORLD_SIZE") or 1)
     if accelerator.num_processes != launched:  # each would train alone, into the same folder
         raise UsageError(f"{launched} processes that do not work together: without GPUs, set ACCELERATE_USE_CPU=true.")
