@@ -62,7 +62,7 @@ from lion_transformers.scripts.batching import (
 )
 from lion_transformers.scripts.optimization import linear_schedule
 from lion_transformers.scripts.packing import PACKED_FEATURES, pack_documents
-from lion_transformers.scripts.reading import ReadStream, loading, preparing
+from lion_transformers.scripts.reading import ReadStream, loading, main_process_first
 from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
     ArgumentGroups,
@@ -610,8 +610,7 @@ def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoi
     model = load_model(model_args, tokenizer, data_args.max_seq_length)  # a wrong one is found before hours of reading
     if data_args.packing:
         check_packing(model.config)
-    with accelerator.main_process_first(), preparing():
-        train, evaluation = load_sequences(data_args, tokenizer, args.seed)
+    train, evaluation = main_process_first(accelerator, lambda: load_sequences(data_args, tokenizer, args.seed))
     max_steps = count_steps(args, train, global_batch_size)
     state = TrainerState(**checkpoint.state) if checkpoint else TrainerState(max_steps)
     optimizer = adamw(model, args, args.learning_rate)
@@ -630,7 +629,7 @@ def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoi
         seed=args.seed,
     )
     if checkpoint is None:
-        check_first_batch(accelerator, make_batches())
+        check_first_batch(make_batches())
     pretraining = Pretraining(
         args=args,
         record=arguments.flat,

@@ -16,6 +16,7 @@ from its best model, with new heads. --overwrite_output_dir does all of them aga
 glue.json and a chart over all runs in it and, from the best seeds, a submission. Not here: the set AX.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -64,7 +65,7 @@ from lion_transformers.scripts.glue_report import (
     write_report,
 )
 from lion_transformers.scripts.optimization import linear_schedule
-from lion_transformers.scripts.reading import preparing
+from lion_transformers.scripts.reading import main_process_first
 from lion_transformers.scripts.resuming import FREE_ARGUMENTS as FREE_IN_A_RUN
 from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
@@ -557,9 +558,9 @@ def load_tasks(jobs: list[Job], accelerator: Accelerator) -> dict[str, dict[str,
     """The data of all tasks, so that what is wrong with any of them is found before anything is trained."""
     loaded = {}
     for name, job in {job.task.name: job for job in jobs}.items():
-        with accelerator.main_process_first():
-            alone = len(job.arguments.training.chosen_tasks) == 1
-            loaded[name] = load_task(job.task, job.arguments.data, alone)
+        alone = len(job.arguments.training.chosen_tasks) == 1
+        load = functools.partial(load_task, job.task, job.arguments.data, alone)
+        loaded[name] = main_process_first(accelerator, load)
         check_labels(job.arguments.model, job.task)
         check_batches(job, len(loaded[name]["train"]), accelerator.num_processes)
     return loaded
@@ -603,8 +604,9 @@ def main() -> None:
     with stopping_on_signals(accelerator):
         for name, group in itertools.groupby(pending, key=lambda job: job.task.name):
             runs = list(group)
-            with accelerator.main_process_first(), preparing():
-                splits = encode(TASKS[name], rows.pop(name), tokenizer, runs[0].arguments.data.max_seq_length)
+            max_seq_length = runs[0].arguments.data.max_seq_length
+            encode_rows = functools.partial(encode, TASKS[name], rows.pop(name), tokenizer, max_seq_length)
+            splits = main_process_first(accelerator, encode_rows)
             for job in runs:
                 check_stop(accelerator)
                 train_and_save(job, splits, tokenizer, output_dir)

@@ -71,6 +71,7 @@ from lion_transformers.scripts.images import (
     train_transform,
 )
 from lion_transformers.scripts.optimization import cosine_schedule
+from lion_transformers.scripts.reading import main_process_first
 from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
     ArgumentGroups,
@@ -609,8 +610,8 @@ def make_schedule(
 def load_training_data(arguments: Arguments, accelerator: Accelerator) -> tuple[PreTrainedModel, Dataset, Dataset]:
     """The model with the classes of the training rows, these, and the rows to evaluate on."""
     seed = arguments.training.seed
-    with accelerator.main_process_first():
-        train_rows, evaluation_rows = load_splits(arguments.data, seed, evaluate_only=False)
+    load = functools.partial(load_splits, arguments.data, seed, evaluate_only=False)
+    train_rows, evaluation_rows = main_process_first(accelerator, load)
     set_seed(seed)  # the same weights everywhere: averages start from them
     model = load_model(arguments.model, class_names(train_rows, arguments.data))
     return model, train_rows, evaluation_rows
@@ -644,7 +645,7 @@ def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoi
     model, optimizer = prepare_training(accelerator, model, optimizer)
     make_batches = functools.partial(make_train_batches, arguments, accelerator, train, num_classes)
     if checkpoint is None:
-        check_first_batch(accelerator, make_batches())
+        check_first_batch(make_batches())
     classification = ClassificationRun(
         args=replace(args, eval_steps=args.eval_steps or steps_per_epoch),
         record=arguments.flat,
@@ -687,8 +688,8 @@ def evaluate_and_save(arguments: Arguments, accelerator: Accelerator) -> None:
     """Evaluation of a trained model, without training data."""
     if arguments.model.model_name_or_path is None:
         raise UsageError("evaluate_only needs a model_name_or_path.")
-    with accelerator.main_process_first():
-        _, rows = load_splits(arguments.data, arguments.training.seed, evaluate_only=True)
+    load = functools.partial(load_splits, arguments.data, arguments.training.seed, evaluate_only=True)
+    _, rows = main_process_first(accelerator, load)
     model = build_model(arguments.model, AutoModelForImageClassification, {})
     evaluator = make_evaluator(arguments, accelerator, model, rows)
     model.to(accelerator.device)

@@ -9,6 +9,7 @@ import random
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from training_checks import TWO_CPUS, run_and_check, run_command
+from training_checks import TWO_CPUS, run_and_check
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lion_transformers.scripts import glue_report, pretrain_mlm, run_glue, train_image_classification, training
@@ -912,44 +913,83 @@ def test_the_scale_of_the_gradients_goes_on(monkeypatch):
 
 # Two processes
 
-TWO_PROCESSES = """
-import os, signal, sys
-from lion_transformers.scripts import pretrain_mlm
-from lion_transformers.scripts.arguments import UsageError, run
+ONE_IS_STOPPED = """
+import importlib, os, signal, sys
+from lion_transformers.scripts import training
+from lion_transformers.scripts.arguments import run
 
-accumulate = pretrain_mlm.Pretraining.accumulate_gradients
+update = training.TrainingRun.update
 
-def stop_one_process(training, micro_batches):
-    if os.environ["RANK"] == "1" and training.state.step == int(os.environ["STOP"]):
+def stop_one_process(training_run):
+    if os.environ["RANK"] == "1" and training_run.state.step == int(os.environ["STOP"]):
         signal.raise_signal(signal.SIGTERM)
-    return accumulate(training, micro_batches)
+    return update(training_run)
 
-pretrain_mlm.Pretraining.accumulate_gradients = stop_one_process
-run(pretrain_mlm.main)
+training.TrainingRun.update = stop_one_process
+run(importlib.import_module(sys.argv.pop(1)).main)
 """
 
 
-def test_a_run_goes_on_with_another_number_of_processes(monkeypatch, tmp_path):
-    """Alone up to step 3, two processes up to step 7, of which one is sent SIGTERM, then alone: the run of one."""
-    train = Trainer(monkeypatch, "text without dropout")
+def train_on_two(train, stop, tmp_path):
+    """A run of two processes, of which one is sent SIGTERM in the update after step `stop`."""
+    Path("two.py").write_text(ONE_IS_STOPPED)
+    train.monkeypatch.setenv("STOP", str(stop))
+    run_and_check([*TWO_CPUS, "two.py", train.module.__name__, *train.argv], tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_a_run_goes_on_with_another_number_of_processes(monkeypatch, tmp_path, kind):
+    """Alone up to step 3, two processes up to step 7, then alone: the run of one, without what a process draws."""
+    train = Trainer(monkeypatch, kind)
+    _, train.argv = without_dropout((train.module, train.argv))
+    train.argv += ["--mixup", "0", "--cutmix", "0"] if kind == "images" else []
     expected = train("--output_dir", "whole")
     train(stop=("sigterm", 2))
-    Path("two.py").write_text(TWO_PROCESSES)
-    monkeypatch.setenv("STOP", "6")
-    run_and_check([*TWO_CPUS, "two.py", *train.argv], tmp_path)
-    assert list_checkpoints(Path("out"))[-1] == 7
-    assert {"random_states_0.pkl", "random_states_1.pkl"} <= set(os.listdir("out/checkpoint-7"))
+    train_on_two(train, 6, tmp_path)
+    folder = train.folder("out")
+    assert list_checkpoints(folder)[-1] == 7
+    assert {"random_states_0.pkl", "random_states_1.pkl"} <= set(os.listdir(folder / "checkpoint-7"))
     assert_same_batches(train(), expected)
-    assert_same_run(Path("out"), Path("whole"))
+    assert_same_run(folder, train.folder("whole"))
 
 
-def test_a_stream_that_leaves_a_process_nothing_is_refused_by_all(monkeypatch, tmp_path):
-    train = Trainer(monkeypatch, "streamed text")
+def failures_of_two(train, tmp_path, *options):
+    """What two processes, started by hand, write and end with."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    env |= {"ACCELERATE_USE_CPU": "true", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, train.module.__file__, *train.argv, *options]
+    processes = [
+        subprocess.Popen(command, env={**env, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    try:
+        stderr = "".join(process.communicate(timeout=120)[1] for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [2, 2], stderr
+    assert "Traceback" not in stderr
+    return stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "sentence"),
+    [
+        ("streamed text", "--train_file 0.txt empty.txt", "small for one batch of 4 sequences on each of 2 devices."),
+        ("text", "--train_file few.txt", "small for one batch of 4 sequences on each of 2 devices."),
+        ("text", "--train_file empty.txt", "the training text is too small for one sequence of 16 tokens."),
+        ("GLUE", "--data_dir nowhere", "error: there is no "),
+        ("images", "--train_dir nowhere", "error: there is no "),
+    ],
+)
+def test_data_that_cannot_be_trained_on_are_refused_by_all(monkeypatch, tmp_path, kind, options, sentence):
+    """Too few for each of two processes, or none, or not what they should be, as the first process sees first."""
+    train = Trainer(monkeypatch, kind)
     Path("empty.txt").write_text("\n")
-    command = [*TWO_CPUS, pretrain_mlm.__file__, *train.argv, "--train_file", "0.txt", "empty.txt"]
-    result = run_command(command, tmp_path)
-    assert result.returncode != 0
-    assert "too small for one batch of 4 sequences on each of 2 devices" in result.stderr
+    write_lines("few.txt", 7)
+    assert sentence in failures_of_two(train, tmp_path, *options.split())
 
 
 def test_a_stream_cannot_be_divided_otherwise(monkeypatch, capsys):
