@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,7 +39,14 @@ from tqdm import tqdm
 from training_checks import TWO_CPUS, run_and_check
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lion_transformers.scripts import glue_report, pretrain_mlm, run_glue, train_image_classification, training
+from lion_transformers.scripts import (
+    batching,
+    glue_report,
+    pretrain_mlm,
+    run_glue,
+    train_image_classification,
+    training,
+)
 from lion_transformers.scripts.arguments import UsageError, run
 from lion_transformers.scripts.batching import DrawnCollator, DrawnExamples, shield_from_signals
 from lion_transformers.scripts.checkpointing import clear_output_dir, list_checkpoints, writing
@@ -260,6 +268,64 @@ def test_a_run_that_was_stopped_is_the_one_that_was_not(monkeypatch, kind):
         else:
             assert list_checkpoints(folder)[-1] == last_checkpoint
     assert_same_run(folder, whole)
+
+
+@pytest.mark.parametrize("kind", ["text", "streamed text", "packed text"])
+def test_every_evaluation_has_the_same_targets(monkeypatch, kind):
+    """Those of the seed: also after a stop, drawn anew because nothing is left in the cache."""
+    train, targets = Trainer(monkeypatch, kind), []
+    batches_of = pretrain_mlm.evaluation_batches
+
+    def spy(accelerator, loader):
+        labels = []
+        for batch in batches_of(accelerator, loader):
+            labels.append(batch["labels"].flatten().tolist())
+            yield batch
+        targets.append(labels)
+
+    monkeypatch.setattr(pretrain_mlm, "evaluation_batches", spy)
+    train(stop=("sigterm", 4))
+    assert len(targets) == 2
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "another-cache")
+    train()
+    assert len(targets) == 5 and all(each == targets[0] for each in targets)
+    train("--seed", "1", "--output_dir", "other", "--max_steps", "1")
+    assert targets[-1] != targets[0]
+
+
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_what_a_run_has_seen_is_not_read_again(monkeypatch, kind):
+    train, read = Trainer(monkeypatch, kind), []
+    take = DrawnExamples.__getitem__
+    train(stop=("sigterm", 4))
+    monkeypatch.setattr(DrawnExamples, "__getitem__", lambda self, key: (read.append(key[0]), take(self, key))[1])
+    train()
+    assert read == list(range(40, 80))  # positions: five updates of eight examples
+
+
+def test_what_a_run_has_seen_of_a_stream_is_not_read_again(monkeypatch):
+    """But for the block that it was in: of a thousand documents, by which `datasets` maps."""
+    train = Trainer(monkeypatch, "streamed text")
+    for number in range(3):
+        write_lines(f"{number}.txt", 1500)
+    train.argv += ["--global_train_batch_size", "512", "--per_device_train_batch_size", "256"]
+    counts = Counter()
+
+    def counted(function):
+        def counting(batch, *args, **kwargs):
+            counts[function.__name__] += len(next(iter(batch.values())))
+            return function(batch, *args, **kwargs)
+
+        return counting
+
+    monkeypatch.setattr(batching, "shuffle_block", counted(batching.shuffle_block))
+    monkeypatch.setattr(pretrain_mlm, "mask_by_content", counted(pretrain_mlm.mask_by_content))
+    train(stop=("sigterm", 7))
+    counts.clear()
+    train()
+    # 4096 of 4500 had been seen: the last half block is masked again, then the first of the next pass.
+    assert counts["mask_by_content"] == 1500
+    assert 1500 <= counts["shuffle_block"] <= 1500 + 1000 + 10  # the tokenizer has a block of its own
 
 
 @pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
@@ -728,6 +794,32 @@ def test_a_checkpoint_has_its_manifest_before_its_name(monkeypatch):
     assert published == [3, 6, 9, 10]
 
 
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(monkeypatch):
+    """A computer that loses its power may have done a rename and not what was written before it."""
+    events, replace, flush = [], os.replace, os.fsync
+
+    def identity(file):
+        return os.stat(file).st_dev, os.stat(file).st_ino
+
+    def spy_on_fsync(descriptor):
+        events.append(identity(descriptor))
+        flush(descriptor)
+
+    def spy_on_replace(source, destination):
+        parts = frozenset(identity(each) for each in [source, *Path(source).rglob("*")])
+        events.append((Path(destination).name, parts, identity(Path(destination).parent)))
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "fsync", spy_on_fsync)
+    monkeypatch.setattr(os, "replace", spy_on_replace)
+    Trainer(monkeypatch, "text")("--max_steps", "3")
+    renamed = {event[0]: number for number, event in enumerate(events) if isinstance(event[0], str)}
+    assert {"checkpoint-3", "model.safetensors", "results.json"} <= renamed.keys()
+    for name, number in renamed.items():
+        _, parts, parent = events[number]
+        assert parts <= set(events[:number]) and parent in events[number + 1 :], name
+
+
 def test_a_full_disk_is_one_sentence_whatever_is_written(capsys):
     with pytest.raises(SystemExit) as exit:
         run(full)
@@ -914,27 +1006,37 @@ def test_the_scale_of_the_gradients_goes_on(monkeypatch):
 # Two processes
 
 ONE_IS_STOPPED = """
-import importlib, os, signal, sys
-from lion_transformers.scripts import training
+import importlib, os, signal, sys, torch
+from lion_transformers.scripts import pretrain_mlm, training
 from lion_transformers.scripts.arguments import run
 
-update = training.TrainingRun.update
+update, backward = training.TrainingRun.update, training.backward_micro_batches
 
 def stop_one_process(training_run):
     if os.environ["RANK"] == "1" and training_run.state.step == int(os.environ["STOP"]):
         signal.raise_signal(signal.SIGTERM)
     return update(training_run)
 
+def note_noise(*args):
+    with torch.random.fork_rng(), open(f"noise-{os.environ['RANK']}.txt", "a") as file:
+        print(torch.rand(3).tolist(), file=file)
+    return backward(*args)
+
 training.TrainingRun.update = stop_one_process
+training.backward_micro_batches = pretrain_mlm.backward_micro_batches = note_noise
 run(importlib.import_module(sys.argv.pop(1)).main)
 """
 
 
-def train_on_two(train, stop, tmp_path):
-    """A run of two processes, of which one is sent SIGTERM in the update after step `stop`."""
+def train_on_two(train, stop, tmp_path, *options):
+    """A run of two processes, of which one is sent SIGTERM in the update after step `stop`.
+
+    Returns what noise each process would have drawn in each update, those of earlier runs first.
+    """
     Path("two.py").write_text(ONE_IS_STOPPED)
     train.monkeypatch.setenv("STOP", str(stop))
-    run_and_check([*TWO_CPUS, "two.py", train.module.__name__, *train.argv], tmp_path)
+    run_and_check([*TWO_CPUS, "two.py", train.module.__name__, *train.argv, *options], tmp_path)
+    return {rank: Path(f"noise-{rank}.txt").read_text().splitlines() for rank in "01"}
 
 
 @pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
@@ -951,6 +1053,16 @@ def test_a_run_goes_on_with_another_number_of_processes(monkeypatch, tmp_path, k
     assert {"random_states_0.pkl", "random_states_1.pkl"} <= set(os.listdir(folder / "checkpoint-7"))
     assert_same_batches(train(), expected)
     assert_same_run(folder, train.folder("whole"))
+
+
+def test_two_processes_go_on_with_noise_of_their_own(monkeypatch, tmp_path):
+    """With dropout, which each process draws for each update."""
+    train = Trainer(monkeypatch, "text")
+    expected = train_on_two(train, 99, tmp_path, "--output_dir", "whole")
+    assert len({*expected["0"], *expected["1"]}) == 20
+    train_on_two(train, 4, tmp_path)
+    assert train_on_two(train, 99, tmp_path) == {rank: noise * 2 for rank, noise in expected.items()}
+    assert_same_run(Path("out"), Path("whole"))
 
 
 def failures_of_two(train, tmp_path, *options):
