@@ -60,6 +60,7 @@ from lion_transformers.scripts.batching import (
     shuffle_stream,
     shuffled,
 )
+from lion_transformers.scripts.checkpointing import removing_if_empty
 from lion_transformers.scripts.optimization import linear_schedule
 from lion_transformers.scripts.packing import PACKED_FEATURES, pack_documents
 from lion_transformers.scripts.reading import ReadStream, loading, main_process_first
@@ -77,6 +78,7 @@ from lion_transformers.scripts.training import (
     check_max_seq_length,
     check_range,
     evaluation_batches,
+    leaving_on_sigterm,
     load_tokenizer,
     prepare_training,
     start,
@@ -660,9 +662,10 @@ def train_and_save(pretraining: Pretraining, started: float) -> None:
 def main() -> None:
     started = time.perf_counter()
     arguments = Arguments(*parse_arguments([kind.type for kind in fields(Arguments)], None, __doc__))
-    accelerator, checkpoint = start(arguments.training, arguments.flat)
-    pretraining = prepare(arguments, accelerator, checkpoint)
-    begin(accelerator, "pretrain_mlm", arguments.flat, checkpoint)
+    with leaving_on_sigterm(), removing_if_empty(Path(arguments.training.output_dir)):
+        accelerator, checkpoint = start(arguments.training, arguments.flat)
+        pretraining = prepare(arguments, accelerator, checkpoint)
+        begin(accelerator, "pretrain_mlm", arguments.flat, checkpoint)
     with stopping_on_signals(accelerator):
         train_and_save(pretraining, started)
     accelerator.end_training()

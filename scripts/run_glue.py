@@ -53,7 +53,7 @@ from lion_transformers.scripts.arguments import (
     run,
 )
 from lion_transformers.scripts.batching import Batches, endless_batches, shuffled
-from lion_transformers.scripts.checkpointing import list_checkpoints
+from lion_transformers.scripts.checkpointing import list_checkpoints, removing_if_empty
 from lion_transformers.scripts.glue import TASKS, DataArguments, Task, encode, load_task
 from lion_transformers.scripts.glue_report import (
     best_seed,
@@ -82,6 +82,7 @@ from lion_transformers.scripts.training import (
     check_range,
     check_stop,
     evaluation_batches,
+    leaving_on_sigterm,
     load_pretrained_config,
     load_tokenizer,
     make_accelerator,
@@ -537,12 +538,13 @@ def train_and_save(job: Job, splits: dict[str, Dataset], tokenizer: PreTrainedTo
         StopRequested: in the middle of it; there is a checkpoint.
     """
     started = time.perf_counter()
-    accelerator, checkpoint = start(job.arguments.training, job.arguments.flat, FREE_ARGUMENTS)
-    model_args = model_to_start_from(job, output_dir)
-    if accelerator.is_main_process:
-        tqdm.write(f"{job.task.title}, seed {job.seed}:")
-    glue_run = prepare(job, model_args, splits, tokenizer, accelerator, checkpoint)
-    begin(accelerator, "run_glue", job.arguments.flat, checkpoint)
+    with removing_if_empty(Path(job.arguments.training.output_dir)):
+        accelerator, checkpoint = start(job.arguments.training, job.arguments.flat, FREE_ARGUMENTS)
+        model_args = model_to_start_from(job, output_dir)
+        if accelerator.is_main_process:
+            tqdm.write(f"{job.task.title}, seed {job.seed}:")
+        glue_run = prepare(job, model_args, splits, tokenizer, accelerator, checkpoint)
+        begin(accelerator, "run_glue", job.arguments.flat, checkpoint)
     try:
         glue_run.train(started)
         glue_run.predict_test_sets()
@@ -596,11 +598,12 @@ def main() -> None:
     compared = read_summaries(args.compare or [], output_dir.resolve().name)
     check_other_seeds(jobs, output_dir)
     pending = [job for job in jobs if args.overwrite_output_dir or not job.is_finished()]
-    accelerator = make_accelerator(args)
-    show_progress_once(accelerator)
-    pending = [fit_batch_size(job, accelerator.num_processes) for job in pending]
-    rows = load_tasks(pending, accelerator)
-    tokenizer = load_task_tokenizer(arguments.model) if pending else None
+    with leaving_on_sigterm():
+        accelerator = make_accelerator(args)
+        show_progress_once(accelerator)
+        pending = [fit_batch_size(job, accelerator.num_processes) for job in pending]
+        rows = load_tasks(pending, accelerator)
+        tokenizer = load_task_tokenizer(arguments.model) if pending else None
     with stopping_on_signals(accelerator):
         for name, group in itertools.groupby(pending, key=lambda job: job.task.name):
             runs = list(group)

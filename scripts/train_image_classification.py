@@ -53,7 +53,7 @@ from transformers.utils import logging
 from lion_transformers.configuration_lion import as_pair
 from lion_transformers.scripts.arguments import UsageError, one_line, parse_arguments, run, why_not_loaded
 from lion_transformers.scripts.batching import Batches, check_first_batch, endless_batches, shuffled
-from lion_transformers.scripts.checkpointing import atomic_write, write_json, writing
+from lion_transformers.scripts.checkpointing import atomic_write, removing_if_empty, write_json, writing
 from lion_transformers.scripts.images import (
     AugmentationArguments,
     DataArguments,
@@ -87,6 +87,7 @@ from lion_transformers.scripts.training import (
     check_range,
     copy_weights,
     evaluation_batches,
+    leaving_on_sigterm,
     load_pretrained_config,
     prepare_training,
     provenance,
@@ -712,12 +713,14 @@ def main() -> None:
     started = time.perf_counter()
     kinds = [kind.type for kind in fields(Arguments)]
     arguments = Arguments(*parse_arguments(kinds, None, __doc__))
-    accelerator, checkpoint = start(arguments.training, arguments.flat)
-    if arguments.training.evaluate_only:
-        evaluate_and_save(arguments, accelerator)
-    else:
-        classification = prepare(arguments, accelerator, checkpoint)
-        begin(accelerator, "train_image_classification", arguments.flat, checkpoint)
+    with leaving_on_sigterm(), removing_if_empty(Path(arguments.training.output_dir)):
+        accelerator, checkpoint = start(arguments.training, arguments.flat)
+        if arguments.training.evaluate_only:
+            evaluate_and_save(arguments, accelerator)
+        else:
+            classification = prepare(arguments, accelerator, checkpoint)
+            begin(accelerator, "train_image_classification", arguments.flat, checkpoint)
+    if not arguments.training.evaluate_only:
         with stopping_on_signals(accelerator):
             train_and_save(classification, started)
     accelerator.end_training()

@@ -43,7 +43,14 @@ from transformers import (
 from transformers.hf_argparser import HfArg
 
 import lion_transformers
-from lion_transformers.scripts.arguments import KeyValues, MergeKeyValues, UsageError, one_line, why_not_loaded
+from lion_transformers.scripts.arguments import (
+    KeyValues,
+    MergeKeyValues,
+    UsageError,
+    is_first_to_say,
+    one_line,
+    why_not_loaded,
+)
 from lion_transformers.scripts.batching import Batches, derived_seed
 from lion_transformers.scripts.checkpointing import (
     atomic_write,
@@ -299,6 +306,25 @@ _stop = threading.Event()
 
 class StopRequested(Exception):
     """A process has been sent SIGTERM, as clusters do before they take a machine away, or SIGINT, by Ctrl-C."""
+
+
+@contextmanager
+def leaving_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end at once, with exit code 0, what comes before training and has nothing to save."""
+
+    def leave(*_: Any) -> None:
+        sys.exit(0)  # not an Exception, which libraries would wrap
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    except SystemExit:
+        sentence = "stopped with nothing to save; the same command starts again"
+        if is_first_to_say(sentence):
+            tqdm.write(sentence)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -272,7 +272,7 @@ def test_a_run_that_was_stopped_is_the_one_that_was_not(monkeypatch, kind):
 
 @pytest.mark.parametrize("kind", ["text", "streamed text", "packed text"])
 def test_every_evaluation_has_the_same_targets(monkeypatch, kind):
-    """Those of the seed: also after a stop, drawn anew because nothing is left in the cache."""
+    """Those of the seed: also after a stop, drawn anew, without the cache, after other things have been drawn."""
     train, targets = Trainer(monkeypatch, kind), []
     batches_of = pretrain_mlm.evaluation_batches
 
@@ -287,6 +287,8 @@ def test_every_evaluation_has_the_same_targets(monkeypatch, kind):
     train(stop=("sigterm", 4))
     assert len(targets) == 2
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "another-cache")
+    load = pretrain_mlm.load_sequences
+    monkeypatch.setattr(pretrain_mlm, "load_sequences", lambda *args: (torch.rand(3), load(*args))[1])
     train()
     assert len(targets) == 5 and all(each == targets[0] for each in targets)
     train("--seed", "1", "--output_dir", "other", "--max_steps", "1")
@@ -342,6 +344,42 @@ def test_a_second_ctrl_c_interrupts_at_once():
         assert training._stop.is_set()
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not training._stop.is_set()
+
+
+LOADERS = {"text": "load_sequences", "GLUE": "load_task", "images": "load_splits"}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_sigterm_before_training_ends_a_run_at_once(monkeypatch, capsys, kind):
+    """With nothing left of it; a run that has been there keeps what it has."""
+    train = Trainer(monkeypatch, kind)
+    load, handler = getattr(train.module, LOADERS[kind]), signal.getsignal(signal.SIGTERM)
+
+    def interrupted(*args, **kwargs):
+        signal.raise_signal(signal.SIGTERM)
+        return load(*args, **kwargs)
+
+    for stop, folders in [(None, []), (4, [3, 5])]:
+        if stop:
+            train(stop=("sigterm", stop))
+        with monkeypatch.context() as patch:
+            patch.setattr(train.module, LOADERS[kind], interrupted)
+            patch.setattr(sys, "argv", [train.module.__file__, *train.argv])
+            with pytest.raises(SystemExit) as exit:
+                train.module.main()
+        assert exit.value.code == 0 and signal.getsignal(signal.SIGTERM) is handler
+        assert "stopped with nothing to save; the same command starts again" in capsys.readouterr().out
+        assert list_checkpoints(train.folder("out")) == folders and Path("out").exists() == bool(folders)
+
+
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_a_run_that_fails_before_it_writes_leaves_no_folder(monkeypatch, capsys, kind):
+    train = Trainer(monkeypatch, kind)
+    Path("there").mkdir()
+    wrong = ["--config", "num_attention_heads=3"]
+    for folder in ["new/deep", "there", "there/deep"]:
+        sentence(train, capsys, *wrong, "--output_dir", folder)
+        assert not Path("new").exists() and Path("there").exists() and not list(Path("there").iterdir())
 
 
 def test_an_interrupted_script_says_so_without_a_traceback(capsys):
