@@ -311,18 +311,22 @@ class StopRequested(Exception):
 @contextmanager
 def leaving_on_sigterm() -> Iterator[None]:
     """Let SIGTERM end at once, with exit code 0, what comes before training and has nothing to save."""
+    asked = threading.Event()
 
     def leave(*_: Any) -> None:
+        asked.set()
         sys.exit(0)  # not an Exception, which libraries would wrap
 
     before = signal.signal(signal.SIGTERM, leave)
     try:
         yield
-    except SystemExit:
+    except BaseException:  # some have others in their `finally`
+        if not asked.is_set():
+            raise
         sentence = "stopped with nothing to save; the same command starts again"
         if is_first_to_say(sentence):
             tqdm.write(sentence)
-        raise
+        sys.exit(0)
     finally:
         signal.signal(signal.SIGTERM, before)
 
