@@ -251,13 +251,12 @@ def check_processes(accelerator: Accelerator) -> None:
         raise UsageError(
             f"{asked[0].value} divides over GPUs only, and this run uses none: start it without that --config_file."
         )
-    by_accelerate = {
-        "ACCELERATE_MIXED_PRECISION",
-        "MASTER_ADDR",
-    } <= os.environ.keys()  # with --num_processes 2 or more
-    if by_accelerate and not os.environ.get("WORLD_SIZE"):  # it leaves others than GPUs to MPI
+    # What accelerate launch sets for several processes, also where it leaves it to MPI to start them.
+    by_accelerate = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
+    if by_accelerate and not os.environ.get("WORLD_SIZE"):
         raise UsageError(
-            "one process alone was started: without GPUs, give --multi_gpu, and set ACCELERATE_USE_CPU=true."
+            "accelerate launch has started one process alone: give --multi_gpu and, where there are no GPUs, set"
+            " ACCELERATE_USE_CPU=true."
         )
     launched = int(os.environ.get("WORLD_SIZE") or 1)
     if accelerator.num_processes != launched:  # each would train alone, into the same folder

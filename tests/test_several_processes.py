@@ -225,7 +225,7 @@ def test_two_processes_of_which_one_was_started_are_refused(monkeypatch, tmp_pat
     """Without --multi_gpu, Accelerate leaves it to MPI to start processes on a machine that has no GPUs."""
     result = run_command([*LAUNCH, pretrain_mlm.__file__, *Trainer(monkeypatch, "text").argv], tmp_path)
     assert result.returncode != 0 and not list_checkpoints(Path("out"))
-    assert "error: one process alone was started: without GPUs, give --multi_gpu" in result.stderr
+    assert "error: accelerate launch has started one process alone: give --multi_gpu and, where" in result.stderr
 
 
 def test_fsdp_without_gpus_is_refused(monkeypatch, tmp_path):
