@@ -18,13 +18,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import send_to_device
 from datasets import IterableDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lion_transformers.scripts.arguments import UsageError
+from lion_transformers.scripts.reading import raise_in_all
 
 
 class Batches(Protocol):
@@ -257,7 +258,7 @@ class StreamedBatches:
         self._open(state["epoch"], state["loader"])
 
 
-def check_first_batch(accelerator: Accelerator, batches: Batches) -> None:
+def check_first_batch(batches: Batches) -> None:
     """Make the first batch: what is wrong with it is found before anything takes time.
 
     Raises:
@@ -270,6 +271,4 @@ def check_first_batch(accelerator: Accelerator, batches: Batches) -> None:
         failure = str(error)
     finally:
         batches.close()
-    failures = [message for message in gather_object([failure]) if message]
-    if failures:
-        raise UsageError(failures[0])
+    raise_in_all(failure)

@@ -90,6 +90,19 @@ def make_output_dir(output_dir: Path) -> None:
         raise UsageError(f"cannot write into output_dir {output_dir}: {error.strerror}.") from error
 
 
+@contextmanager
+def removing_if_empty(output_dir: Path) -> Iterator[None]:
+    """Take away again, of a run that fails before it writes, the folders that were made for it."""
+    missing = [folder for folder in [output_dir, *output_dir.parents] if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # there is something in it, or another process has been faster
+            for folder in missing:
+                folder.rmdir()
+        raise
+
+
 def clear_output_dir(output_dir: Path) -> None:
     """Remove what an earlier run left of itself; files that are not a run's are never touched."""
     for step in list_checkpoints(output_dir):

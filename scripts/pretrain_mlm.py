@@ -60,9 +60,10 @@ from lion_transformers.scripts.batching import (
     shuffle_stream,
     shuffled,
 )
+from lion_transformers.scripts.checkpointing import removing_if_empty
 from lion_transformers.scripts.optimization import linear_schedule
 from lion_transformers.scripts.packing import PACKED_FEATURES, pack_documents
-from lion_transformers.scripts.reading import MAX_CHARACTERS, ReadStream, hold_out, loading, preparing
+from lion_transformers.scripts.reading import MAX_CHARACTERS, ReadStream, hold_out, loading, main_process_first
 from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
     ArgumentGroups,
@@ -77,6 +78,7 @@ from lion_transformers.scripts.training import (
     check_max_seq_length,
     check_range,
     evaluation_batches,
+    leaving_on_sigterm,
     load_tokenizer,
     prepare_training,
     start,
@@ -605,8 +607,7 @@ def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoi
     model = load_model(model_args, tokenizer, data_args.max_seq_length)  # a wrong one is found before hours of reading
     if data_args.packing:
         check_packing(model.config)
-    with accelerator.main_process_first(), preparing():
-        train, evaluation = load_sequences(data_args, tokenizer, args.seed)
+    train, evaluation = main_process_first(accelerator, lambda: load_sequences(data_args, tokenizer, args.seed))
     max_steps = count_steps(args, train, global_batch_size)
     state = TrainerState(**checkpoint.state) if checkpoint else TrainerState(max_steps)
     optimizer = adamw(model, args, args.learning_rate)
@@ -625,7 +626,7 @@ def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoi
         seed=args.seed,
     )
     if checkpoint is None:
-        check_first_batch(accelerator, make_batches())
+        check_first_batch(make_batches())
     pretraining = Pretraining(
         args=args,
         record=arguments.flat,
@@ -656,9 +657,10 @@ def train_and_save(pretraining: Pretraining, started: float) -> None:
 def main() -> None:
     started = time.perf_counter()
     arguments = Arguments(*parse_arguments([kind.type for kind in fields(Arguments)], None, __doc__))
-    accelerator, checkpoint = start(arguments.training, arguments.flat, Pretraining.script)
-    pretraining = prepare(arguments, accelerator, checkpoint)
-    begin(accelerator, pretraining.script, arguments.flat, checkpoint)
+    with leaving_on_sigterm(), removing_if_empty(Path(arguments.training.output_dir)):
+        accelerator, checkpoint = start(arguments.training, arguments.flat, Pretraining.script)
+        pretraining = prepare(arguments, accelerator, checkpoint)
+        begin(accelerator, pretraining.script, arguments.flat, checkpoint)
     with stopping_on_signals(accelerator):
         train_and_save(pretraining, started)
     accelerator.end_training()

@@ -1,15 +1,17 @@
-"""What goes wrong with reading data, in one sentence that names the file."""
+"""What goes wrong with reading data, in one sentence that names the file, and in all processes."""
 
 import math
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from datasets import Dataset
 from datasets.exceptions import DatasetsError
 from pyarrow import ArrowException
@@ -17,6 +19,8 @@ from pyarrow import ArrowException
 from lion_transformers.scripts.arguments import DISK_ERRORS, UsageError, one_line
 from lion_transformers.tokenization.corpus import CorpusError
 
+
+T = TypeVar("T")
 
 READERS = "datasets.packaged_modules."
 MAX_CHARACTERS = 10_000_000  # of a text: tokens take a hundred times the memory of their text
@@ -64,6 +68,31 @@ def preparing() -> Iterator[None]:
         if error.errno not in DISK_ERRORS:
             raise
         raise _no_room(error) from error
+
+
+def main_process_first(accelerator: Accelerator, prepare: Callable[[], T]) -> T:
+    """What `prepare` makes of data: in the main process, then, of what that has left in the cache, in the others.
+
+    Raises:
+        UsageError: of one process, in all of them.
+    """
+    result, failure = None, None
+    for is_due in (accelerator.is_main_process, not accelerator.is_main_process):
+        try:
+            if is_due:
+                with preparing():
+                    result = prepare()
+        except UsageError as error:
+            failure = str(error)
+        raise_in_all(failure)
+    return result
+
+
+def raise_in_all(failure: str | None) -> None:
+    """Raise what any process has to say in all of them, so that none waits for it; all have to ask."""
+    failures = [message for message in gather_object([failure]) if message]
+    if failures:
+        raise UsageError(failures[0])
 
 
 def _no_room(error: OSError) -> UsageError:

@@ -16,6 +16,7 @@ from its best model, with new heads. --overwrite_output_dir does all of them aga
 glue.json and a chart over all runs in it and, from the best seeds, a submission. Not here: the set AX.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -52,7 +53,7 @@ from lion_transformers.scripts.arguments import (
     run,
 )
 from lion_transformers.scripts.batching import Batches, endless_batches, shuffled
-from lion_transformers.scripts.checkpointing import list_checkpoints
+from lion_transformers.scripts.checkpointing import list_checkpoints, removing_if_empty
 from lion_transformers.scripts.glue import TASKS, DataArguments, Task, encode, load_task
 from lion_transformers.scripts.glue_report import (
     best_seed,
@@ -64,7 +65,7 @@ from lion_transformers.scripts.glue_report import (
     write_report,
 )
 from lion_transformers.scripts.optimization import linear_schedule
-from lion_transformers.scripts.reading import preparing
+from lion_transformers.scripts.reading import main_process_first
 from lion_transformers.scripts.resuming import FREE_ARGUMENTS as FREE_IN_A_RUN
 from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
@@ -81,6 +82,7 @@ from lion_transformers.scripts.training import (
     check_range,
     check_stop,
     evaluation_batches,
+    leaving_on_sigterm,
     load_pretrained_config,
     load_tokenizer,
     make_accelerator,
@@ -537,12 +539,13 @@ def train_and_save(job: Job, splits: dict[str, Dataset], tokenizer: PreTrainedTo
         StopRequested: in the middle of it; there is a checkpoint.
     """
     started = time.perf_counter()
-    accelerator, checkpoint = start(job.arguments.training, job.arguments.flat, GlueRun.script, FREE_ARGUMENTS)
-    model_args = model_to_start_from(job, output_dir)
-    if accelerator.is_main_process:
-        tqdm.write(f"{job.task.title}, seed {job.seed}:")
-    glue_run = prepare(job, model_args, splits, tokenizer, accelerator, checkpoint)
-    begin(accelerator, GlueRun.script, job.arguments.flat, checkpoint)
+    with removing_if_empty(Path(job.arguments.training.output_dir)):
+        accelerator, checkpoint = start(job.arguments.training, job.arguments.flat, GlueRun.script, FREE_ARGUMENTS)
+        model_args = model_to_start_from(job, output_dir)
+        if accelerator.is_main_process:
+            tqdm.write(f"{job.task.title}, seed {job.seed}:")
+        glue_run = prepare(job, model_args, splits, tokenizer, accelerator, checkpoint)
+        begin(accelerator, GlueRun.script, job.arguments.flat, checkpoint)
     try:
         glue_run.train(started)
         glue_run.predict_test_sets()
@@ -558,9 +561,9 @@ def load_tasks(jobs: list[Job], accelerator: Accelerator) -> dict[str, dict[str,
     """The data of all tasks, so that what is wrong with any of them is found before anything is trained."""
     loaded = {}
     for name, job in {job.task.name: job for job in jobs}.items():
-        with accelerator.main_process_first():
-            alone = len(job.arguments.training.chosen_tasks) == 1
-            loaded[name] = load_task(job.task, job.arguments.data, alone)
+        alone = len(job.arguments.training.chosen_tasks) == 1
+        load = functools.partial(load_task, job.task, job.arguments.data, alone)
+        loaded[name] = main_process_first(accelerator, load)
         check_labels(job.arguments.model, job.task)
         check_batches(job, len(loaded[name]["train"]), accelerator.num_processes)
     return loaded
@@ -599,16 +602,18 @@ def main() -> None:
     compared = read_summaries(args.compare or [], output_dir.resolve().name)
     check_other_seeds(jobs, output_dir)
     pending = [job for job in jobs if args.overwrite_output_dir or not job.is_finished()]
-    accelerator = make_accelerator(args)
-    show_progress_once(accelerator)
-    pending = [fit_batch_size(job, accelerator.num_processes) for job in pending]
-    rows = load_tasks(pending, accelerator)
-    tokenizer = load_task_tokenizer(arguments.model) if pending else None
+    with leaving_on_sigterm():
+        accelerator = make_accelerator(args)
+        show_progress_once(accelerator)
+        pending = [fit_batch_size(job, accelerator.num_processes) for job in pending]
+        rows = load_tasks(pending, accelerator)
+        tokenizer = load_task_tokenizer(arguments.model) if pending else None
     with stopping_on_signals(accelerator):
         for name, group in itertools.groupby(pending, key=lambda job: job.task.name):
             runs = list(group)
-            with accelerator.main_process_first(), preparing():
-                splits = encode(TASKS[name], rows.pop(name), tokenizer, runs[0].arguments.data.max_seq_length)
+            max_seq_length = runs[0].arguments.data.max_seq_length
+            encode_rows = functools.partial(encode, TASKS[name], rows.pop(name), tokenizer, max_seq_length)
+            splits = main_process_first(accelerator, encode_rows)
             for job in runs:
                 check_stop(accelerator)
                 train_and_save(job, splits, tokenizer, output_dir)

@@ -53,7 +53,7 @@ from transformers.utils import logging
 from lion_transformers.configuration_lion import as_pair
 from lion_transformers.scripts.arguments import UsageError, one_line, parse_arguments, run, why_not_loaded
 from lion_transformers.scripts.batching import Batches, check_first_batch, endless_batches, shuffled
-from lion_transformers.scripts.checkpointing import atomic_write, write_json, writing
+from lion_transformers.scripts.checkpointing import atomic_write, removing_if_empty, write_json, writing
 from lion_transformers.scripts.images import (
     AugmentationArguments,
     DataArguments,
@@ -71,6 +71,7 @@ from lion_transformers.scripts.images import (
     train_transform,
 )
 from lion_transformers.scripts.optimization import cosine_schedule
+from lion_transformers.scripts.reading import main_process_first
 from lion_transformers.scripts.resuming import Checkpoint
 from lion_transformers.scripts.training import (
     ArgumentGroups,
@@ -86,6 +87,7 @@ from lion_transformers.scripts.training import (
     check_range,
     copy_weights,
     evaluation_batches,
+    leaving_on_sigterm,
     load_pretrained_config,
     prepare_training,
     provenance,
@@ -608,8 +610,8 @@ def make_schedule(
 def load_training_data(arguments: Arguments, accelerator: Accelerator) -> tuple[PreTrainedModel, Dataset, Dataset]:
     """The model with the classes of the training rows, these, and the rows to evaluate on."""
     seed = arguments.training.seed
-    with accelerator.main_process_first():
-        train_rows, evaluation_rows = load_splits(arguments.data, seed, evaluate_only=False)
+    load = functools.partial(load_splits, arguments.data, seed, evaluate_only=False)
+    train_rows, evaluation_rows = main_process_first(accelerator, load)
     set_seed(seed)  # the same weights everywhere: averages start from them
     model = load_model(arguments.model, class_names(train_rows, arguments.data))
     return model, train_rows, evaluation_rows
@@ -643,7 +645,7 @@ def prepare(arguments: Arguments, accelerator: Accelerator, checkpoint: Checkpoi
     model, optimizer = prepare_training(accelerator, model, optimizer)
     make_batches = functools.partial(make_train_batches, arguments, accelerator, train, num_classes)
     if checkpoint is None:
-        check_first_batch(accelerator, make_batches())
+        check_first_batch(make_batches())
     classification = ClassificationRun(
         args=replace(args, eval_steps=args.eval_steps or steps_per_epoch),
         record=arguments.flat,
@@ -686,8 +688,8 @@ def evaluate_and_save(arguments: Arguments, accelerator: Accelerator) -> None:
     """Evaluation of a trained model, without training data."""
     if arguments.model.model_name_or_path is None:
         raise UsageError("evaluate_only needs a model_name_or_path.")
-    with accelerator.main_process_first():
-        _, rows = load_splits(arguments.data, arguments.training.seed, evaluate_only=True)
+    load = functools.partial(load_splits, arguments.data, arguments.training.seed, evaluate_only=True)
+    _, rows = main_process_first(accelerator, load)
     model = build_model(arguments.model, AutoModelForImageClassification, {})
     evaluator = make_evaluator(arguments, accelerator, model, rows)
     model.to(accelerator.device)
@@ -710,12 +712,14 @@ def main() -> None:
     started = time.perf_counter()
     kinds = [kind.type for kind in fields(Arguments)]
     arguments = Arguments(*parse_arguments(kinds, None, __doc__))
-    accelerator, checkpoint = start(arguments.training, arguments.flat, ClassificationRun.script)
-    if arguments.training.evaluate_only:
-        evaluate_and_save(arguments, accelerator)
-    else:
-        classification = prepare(arguments, accelerator, checkpoint)
-        begin(accelerator, classification.script, arguments.flat, checkpoint)
+    with leaving_on_sigterm(), removing_if_empty(Path(arguments.training.output_dir)):
+        accelerator, checkpoint = start(arguments.training, arguments.flat, ClassificationRun.script)
+        if arguments.training.evaluate_only:
+            evaluate_and_save(arguments, accelerator)
+        else:
+            classification = prepare(arguments, accelerator, checkpoint)
+            begin(accelerator, classification.script, arguments.flat, checkpoint)
+    if not arguments.training.evaluate_only:
         with stopping_on_signals(accelerator):
             train_and_save(classification, started)
     accelerator.end_training()

@@ -49,6 +49,7 @@ from lion_transformers.scripts.arguments import (
     MergeKeyValues,
     UsageError,
     did_you_mean,
+    is_first_to_say,
     one_line,
     why_not_loaded,
 )
@@ -280,6 +281,13 @@ def check_processes(accelerator: Accelerator) -> None:
         raise UsageError(
             f"{asked[0].value} divides over GPUs only, and this run uses none: start it without that --config_file."
         )
+    # What accelerate launch sets for several processes, also where it leaves it to MPI to start them.
+    by_accelerate = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
+    if by_accelerate and not os.environ.get("WORLD_SIZE"):
+        raise UsageError(
+            "accelerate launch has started one process alone: give --multi_gpu and, where there are no GPUs, set"
+            " ACCELERATE_USE_CPU=true."
+        )
     launched = int(os.environ.get("WORLD_SIZE") or 1)
     if accelerator.num_processes != launched:  # each would train alone, into the same folder
         raise UsageError(f"{launched} processes that do not work together: without GPUs, set ACCELERATE_USE_CPU=true.")
@@ -327,6 +335,29 @@ _stop = threading.Event()
 
 class StopRequested(Exception):
     """A process has been sent SIGTERM, as clusters do before they take a machine away, or SIGINT, by Ctrl-C."""
+
+
+@contextmanager
+def leaving_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end at once, with exit code 0, what comes before training and has nothing to save."""
+    asked = threading.Event()
+
+    def leave(*_: Any) -> None:
+        asked.set()
+        sys.exit(0)  # not an Exception, which libraries would wrap
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    except BaseException:  # some have others in their `finally`
+        if not asked.is_set():
+            raise
+        sentence = "stopped with nothing to save; the same command starts again"
+        if is_first_to_say(sentence):
+            tqdm.write(sentence)
+        sys.exit(0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def disturbed(update):
     def disturbed_update(run):
         is_second = run.accelerator.process_index == run.accelerator.num_processes - 1
         if is_second and run.state.step == int(os.environ.get("STOP", -1)):
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         factor = float("nan") if is_second and run.state.step == int(os.environ.get("NAN", -1)) else 1.0
         with mock.patch.object(Accelerator, "backward", lambda self, loss: backward(self, factor * loss)):
             return update(run)
@@ -66,7 +66,7 @@ def main():
     kind, script = sys.argv.pop(1), sys.argv.pop(1)
     train = training.TrainingRun.train
     training.Accelerator = lambda **arguments: dividing_accelerator(kind, **arguments)
-    training.TrainingRun.train = lambda run: (check_divided(run), train(run))
+    training.TrainingRun.train = lambda run, started: (check_divided(run), train(run, started))
     training.TrainingRun.update = disturbed(training.TrainingRun.update)
     run(SCRIPTS[script].main)
 

@@ -138,8 +138,8 @@ def test_commands_run(command, folder):
 def run_script(command, folder):
     extra = next((extra for name, extra in SHORTER.items() if name in command), "")
     command = command.replace("scripts/", f"{ROOT}/scripts/").replace("tests/golden/", f"{ROOT}/tests/golden/")
-    command = command.replace("accelerate launch", f"{sys.executable} -m accelerate.commands.launch --cpu")
-    command = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+    on_cpu = "--main_process_port 0" if "--multi_gpu" in command else "--cpu"
+    command = command.replace("accelerate launch", f"{sys.executable} -m accelerate.commands.launch {on_cpu}")
     command = re.sub(r"^python ", f"{sys.executable} ", re.sub(r"^([A-Z_]+=)", r"env \1", command))
     run(shlex.split(f"{command} {extra}"), folder)
     if "--dry_run" in command:  # which writes nothing

@@ -9,11 +9,13 @@ import random
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,10 +36,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from training_checks import TWO_CPUS, run_and_check, run_command
+from training_checks import TWO_CPUS, run_and_check
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lion_transformers.scripts import glue_report, pretrain_mlm, run_glue, train_image_classification, training
+from lion_transformers.scripts import (
+    batching,
+    glue_report,
+    pretrain_mlm,
+    run_glue,
+    train_image_classification,
+    training,
+)
 from lion_transformers.scripts.arguments import UsageError, run
 from lion_transformers.scripts.batching import DrawnCollator, DrawnExamples, shield_from_signals
 from lion_transformers.scripts.checkpointing import clear_output_dir, list_checkpoints, writing
@@ -169,7 +178,7 @@ class Trainer:
             seen[run.state.step] = [{name: part.clone() for name, part in each.items()} for each in micro_batches]
             backwards.clear()
             if how in ("sigterm", "sigint") and run.state.step == when:
-                os.kill(os.getpid(), signal.Signals[how.upper()])
+                signal.raise_signal(signal.Signals[how.upper()])
             return accumulate(run, micro_batches)
 
         def interrupted_backward(accelerator, loss):
@@ -180,7 +189,7 @@ class Trainer:
 
         def interrupted_evaluation(run):
             if how == "sigterm in evaluation" and run.state.step == when:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             return evaluate(run)
 
         with self.monkeypatch.context() as patch:
@@ -261,6 +270,66 @@ def test_a_run_that_was_stopped_is_the_one_that_was_not(monkeypatch, kind):
     assert_same_run(folder, whole)
 
 
+@pytest.mark.parametrize("kind", ["text", "streamed text", "packed text"])
+def test_every_evaluation_has_the_same_targets(monkeypatch, kind):
+    """Those of the seed: also after a stop, drawn anew, without the cache, after other things have been drawn."""
+    train, targets = Trainer(monkeypatch, kind), []
+    batches_of = pretrain_mlm.evaluation_batches
+
+    def spy(accelerator, loader):
+        labels = []
+        for batch in batches_of(accelerator, loader):
+            labels.append(batch["labels"].flatten().tolist())
+            yield batch
+        targets.append(labels)
+
+    monkeypatch.setattr(pretrain_mlm, "evaluation_batches", spy)
+    train(stop=("sigterm", 4))
+    assert len(targets) == 2
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "another-cache")
+    load = pretrain_mlm.load_sequences
+    monkeypatch.setattr(pretrain_mlm, "load_sequences", lambda *args: (torch.rand(3), load(*args))[1])
+    train()
+    assert len(targets) == 5 and all(each == targets[0] for each in targets)
+    train("--seed", "1", "--output_dir", "other", "--max_steps", "1")
+    assert targets[-1] != targets[0]
+
+
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_what_a_run_has_seen_is_not_read_again(monkeypatch, kind):
+    train, read = Trainer(monkeypatch, kind), []
+    take = DrawnExamples.__getitem__
+    train(stop=("sigterm", 4))
+    monkeypatch.setattr(DrawnExamples, "__getitem__", lambda self, key: (read.append(key[0]), take(self, key))[1])
+    train()
+    assert read == list(range(40, 80))  # positions: five updates of eight examples
+
+
+def test_what_a_run_has_seen_of_a_stream_is_not_read_again(monkeypatch):
+    """But for the block that it was in: of a thousand documents, by which `datasets` maps."""
+    train = Trainer(monkeypatch, "streamed text")
+    for number in range(3):
+        write_lines(f"{number}.txt", 1500)
+    train.argv += ["--global_train_batch_size", "512", "--per_device_train_batch_size", "256"]
+    counts = Counter()
+
+    def counted(function):
+        def counting(batch, *args, **kwargs):
+            counts[function.__name__] += len(next(iter(batch.values())))
+            return function(batch, *args, **kwargs)
+
+        return counting
+
+    monkeypatch.setattr(batching, "shuffle_block", counted(batching.shuffle_block))
+    monkeypatch.setattr(pretrain_mlm, "mask_by_content", counted(pretrain_mlm.mask_by_content))
+    train(stop=("sigterm", 7))
+    counts.clear()
+    train()
+    # 4096 of 4500 had been seen: the last half block is masked again, then the first of the next pass.
+    assert counts["mask_by_content"] == 1500
+    assert 1500 <= counts["shuffle_block"] <= 1500 + 1000 + 10  # the tokenizer has a block of its own
+
+
 @pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
 def test_ctrl_c_stops_a_run_as_sigterm_does(monkeypatch, kind):
     train = Trainer(monkeypatch, kind)
@@ -271,10 +340,49 @@ def test_ctrl_c_stops_a_run_as_sigterm_does(monkeypatch, kind):
 
 def test_a_second_ctrl_c_interrupts_at_once():
     with pytest.raises(KeyboardInterrupt), training.stopping_on_signals(SimpleNamespace()):
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert training._stop.is_set()
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not training._stop.is_set()
+
+
+LOADERS = {"text": "load_sequences", "GLUE": "load_task", "images": "load_splits"}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_sigterm_before_training_ends_a_run_at_once(monkeypatch, capsys, kind):
+    """With nothing left of it; a run that has been there keeps what it has."""
+    train = Trainer(monkeypatch, kind)
+    load, handler = getattr(train.module, LOADERS[kind]), signal.getsignal(signal.SIGTERM)
+
+    def interrupted(*args, **kwargs):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            return load(*args, **kwargs)
+        finally:
+            raise TimeoutError  # as `datasets` does where it has processes
+
+    for stop, folders in [(None, []), (4, [3, 5])]:
+        if stop:
+            train(stop=("sigterm", stop))
+        with monkeypatch.context() as patch:
+            patch.setattr(train.module, LOADERS[kind], interrupted)
+            patch.setattr(sys, "argv", [train.module.__file__, *train.argv])
+            with pytest.raises(SystemExit) as exit:
+                train.module.main()
+        assert exit.value.code == 0 and signal.getsignal(signal.SIGTERM) is handler
+        assert "stopped with nothing to save; the same command starts again" in capsys.readouterr().out
+        assert list_checkpoints(train.folder("out")) == folders and Path("out").exists() == bool(folders)
+
+
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_a_run_that_fails_before_it_writes_leaves_no_folder(monkeypatch, capsys, kind):
+    train = Trainer(monkeypatch, kind)
+    Path("there").mkdir()
+    wrong = ["--config", "num_attention_heads=3"]
+    for folder in ["new/deep", "there", "there/deep"]:
+        sentence(train, capsys, *wrong, "--output_dir", folder)
+        assert not Path("new").exists() and Path("there").exists() and not list(Path("there").iterdir())
 
 
 def test_an_interrupted_script_says_so_without_a_traceback(capsys):
@@ -321,7 +429,7 @@ def test_glue_that_is_sent_sigterm_at_the_end_of_a_run_stops_before_the_next(mon
     function = getattr(run_glue.GlueRun, moment)
 
     def interrupted(*args, **kwargs):
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         return function(*args, **kwargs)
 
     with monkeypatch.context() as patch:
@@ -736,6 +844,32 @@ def test_a_checkpoint_has_its_manifest_before_its_name(monkeypatch):
     assert published == [3, 6, 9, 10]
 
 
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(monkeypatch):
+    """A computer that loses its power may have done a rename and not what was written before it."""
+    events, replace, flush = [], os.replace, os.fsync
+
+    def identity(file):
+        return os.stat(file).st_dev, os.stat(file).st_ino
+
+    def spy_on_fsync(descriptor):
+        events.append(identity(descriptor))
+        flush(descriptor)
+
+    def spy_on_replace(source, destination):
+        parts = frozenset(identity(each) for each in [source, *Path(source).rglob("*")])
+        events.append((Path(destination).name, parts, identity(Path(destination).parent)))
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "fsync", spy_on_fsync)
+    monkeypatch.setattr(os, "replace", spy_on_replace)
+    Trainer(monkeypatch, "text")("--max_steps", "3")
+    renamed = {event[0]: number for number, event in enumerate(events) if isinstance(event[0], str)}
+    assert {"checkpoint-3", "model.safetensors", "results.json"} <= renamed.keys()
+    for name, number in renamed.items():
+        _, parts, parent = events[number]
+        assert parts <= set(events[:number]) and parent in events[number + 1 :], name
+
+
 def test_a_full_disk_is_one_sentence_whatever_is_written(capsys):
     with pytest.raises(SystemExit) as exit:
         run(full)
@@ -921,44 +1055,101 @@ def test_the_scale_of_the_gradients_goes_on(monkeypatch):
 
 # Two processes
 
-TWO_PROCESSES = """
-import os, signal, sys
-from lion_transformers.scripts import pretrain_mlm
-from lion_transformers.scripts.arguments import UsageError, run
+ONE_IS_STOPPED = """
+import importlib, os, signal, sys, torch
+from lion_transformers.scripts import pretrain_mlm, training
+from lion_transformers.scripts.arguments import run
 
-accumulate = pretrain_mlm.Pretraining.accumulate_gradients
+update, backward = training.TrainingRun.update, training.backward_micro_batches
 
-def stop_one_process(training, micro_batches):
-    if os.environ["RANK"] == "1" and training.state.step == int(os.environ["STOP"]):
-        os.kill(os.getpid(), signal.SIGTERM)
-    return accumulate(training, micro_batches)
+def stop_one_process(training_run):
+    if os.environ["RANK"] == "1" and training_run.state.step == int(os.environ["STOP"]):
+        signal.raise_signal(signal.SIGTERM)
+    return update(training_run)
 
-pretrain_mlm.Pretraining.accumulate_gradients = stop_one_process
-run(pretrain_mlm.main)
+def note_noise(*args):
+    with torch.random.fork_rng(), open(f"noise-{os.environ['RANK']}.txt", "a") as file:
+        print(torch.rand(3).tolist(), file=file)
+    return backward(*args)
+
+training.TrainingRun.update = stop_one_process
+training.backward_micro_batches = pretrain_mlm.backward_micro_batches = note_noise
+run(importlib.import_module(sys.argv.pop(1)).main)
 """
 
 
-def test_a_run_goes_on_with_another_number_of_processes(monkeypatch, tmp_path):
-    """Alone up to step 3, two processes up to step 7, of which one is sent SIGTERM, then alone: the run of one."""
-    train = Trainer(monkeypatch, "text without dropout")
+def train_on_two(train, stop, tmp_path, *options):
+    """A run of two processes, of which one is sent SIGTERM in the update after step `stop`.
+
+    Returns what noise each process would have drawn in each update, those of earlier runs first.
+    """
+    Path("two.py").write_text(ONE_IS_STOPPED)
+    train.monkeypatch.setenv("STOP", str(stop))
+    run_and_check([*TWO_CPUS, "two.py", train.module.__name__, *train.argv, *options], tmp_path)
+    return {rank: Path(f"noise-{rank}.txt").read_text().splitlines() for rank in "01"}
+
+
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_a_run_goes_on_with_another_number_of_processes(monkeypatch, tmp_path, kind):
+    """Alone up to step 3, two processes up to step 7, then alone: the run of one, without what a process draws."""
+    train = Trainer(monkeypatch, kind)
+    _, train.argv = without_dropout((train.module, train.argv))
+    train.argv += ["--mixup", "0", "--cutmix", "0"] if kind == "images" else []
     expected = train("--output_dir", "whole")
     train(stop=("sigterm", 2))
-    Path("two.py").write_text(TWO_PROCESSES)
-    monkeypatch.setenv("STOP", "6")
-    run_and_check([*TWO_CPUS, "two.py", *train.argv], tmp_path)
-    assert list_checkpoints(Path("out"))[-1] == 7
-    assert {"random_states_0.pkl", "random_states_1.pkl"} <= set(os.listdir("out/checkpoint-7"))
+    train_on_two(train, 6, tmp_path)
+    folder = train.folder("out")
+    assert list_checkpoints(folder)[-1] == 7
+    assert {"random_states_0.pkl", "random_states_1.pkl"} <= set(os.listdir(folder / "checkpoint-7"))
     assert_same_batches(train(), expected)
+    assert_same_run(folder, train.folder("whole"))
+
+
+def test_two_processes_go_on_with_noise_of_their_own(monkeypatch, tmp_path):
+    """With dropout, which each process draws for each update."""
+    train = Trainer(monkeypatch, "text")
+    expected = train_on_two(train, 99, tmp_path, "--output_dir", "whole")
+    assert len({*expected["0"], *expected["1"]}) == 20
+    train_on_two(train, 4, tmp_path)
+    assert train_on_two(train, 99, tmp_path) == {rank: noise * 2 for rank, noise in expected.items()}
     assert_same_run(Path("out"), Path("whole"))
 
 
-def test_a_stream_that_leaves_a_process_nothing_is_refused_by_all(monkeypatch, tmp_path):
-    train = Trainer(monkeypatch, "streamed text")
+def failures_of_two(train, tmp_path, *options):
+    """What two processes, started by hand, write and end with."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    env |= {"ACCELERATE_USE_CPU": "true", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, train.module.__file__, *train.argv, *options]
+    processes = [
+        subprocess.Popen(command, env={**env, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    try:
+        stderr = "".join(process.communicate(timeout=120)[1] for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [2, 2], stderr
+    assert "Traceback" not in stderr
+    return stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "sentence"),
+    [
+        ("streamed text", "--train_file 0.txt empty.txt", "small for one batch of 4 sequences on each of 2 devices."),
+        ("text", "--train_file empty.txt", "the training text is too small for one sequence of 16 tokens."),
+        ("GLUE", "--data_dir nowhere", "error: there is no "),
+        ("images", "--train_dir nowhere", "error: there is no "),
+    ],
+)
+def test_data_that_cannot_be_trained_on_are_refused_by_all(monkeypatch, tmp_path, kind, options, sentence):
+    """Too few for each of two processes, or none, or not what they should be, as the first process sees first."""
+    train = Trainer(monkeypatch, kind)
     Path("empty.txt").write_text("\n")
-    command = [*TWO_CPUS, pretrain_mlm.__file__, *train.argv, "--train_file", "0.txt", "empty.txt"]
-    result = run_command(command, tmp_path)
-    assert result.returncode != 0
-    assert "too small for one batch of 4 sequences on each of 2 devices" in result.stderr
+    assert sentence in failures_of_two(train, tmp_path, *options.split())
 
 
 def test_a_stream_cannot_be_divided_otherwise(monkeypatch, capsys):

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from safetensors.torch import load_file
 from test_resume import Trainer, assert_same_run, failure
-from training_checks import TWO_CPUS, run_and_check, run_command
+from training_checks import LAUNCH, TORCHRUN, TWO_CPUS, run_and_check, run_command
 
 from lion_transformers import LionConfig, LionModel
 from lion_transformers.scripts import pretrain_mlm, run_glue, train_image_classification, training
@@ -124,14 +123,13 @@ def test_averages_of_divided_weights_are_refused():
 
 # Runs of two processes
 
-LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "2"]
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 ZERO = pytest.param("zero2", "DEEPSPEED", marks=needs_deepspeed)
 KINDS = pytest.mark.parametrize(("kind", "name"), [("fsdp2", "FSDP"), ZERO])
 
 
 def train_divided(kind, name, script, argv, tmp_path):
-    config = ["--config_file", config_file(kind, 1), "--main_process_port", "0"]
+    config = ["--config_file", config_file(kind, 1)]
     return run_and_check([*LAUNCH, *config, divided_run.__file__, name, script, *argv], tmp_path)
 
 
@@ -223,8 +221,15 @@ def test_what_would_not_be_divided_is_refused(kind, monkeypatch):
     check_processes(SimpleNamespace(distributed_type=DistributedType[kind], num_processes=1))
 
 
+def test_two_processes_of_which_one_was_started_are_refused(monkeypatch, tmp_path):
+    """Without --multi_gpu, Accelerate leaves it to MPI to start processes on a machine that has no GPUs."""
+    result = run_command([*LAUNCH, pretrain_mlm.__file__, *Trainer(monkeypatch, "text").argv], tmp_path)
+    assert result.returncode != 0 and not list_checkpoints(Path("out"))
+    assert "error: accelerate launch has started one process alone: give --multi_gpu and, where" in result.stderr
+
+
 def test_fsdp_without_gpus_is_refused(monkeypatch, tmp_path):
-    launch = [*LAUNCH, "--config_file", config_file("fsdp2", 1), "--main_process_port", "0", pretrain_mlm.__file__]
+    launch = [*LAUNCH, "--config_file", config_file("fsdp2", 1), pretrain_mlm.__file__]
     result = run_command([*launch, *Trainer(monkeypatch, "text").argv], tmp_path)
     assert result.returncode != 0 and not list_checkpoints(Path("out"))
     assert result.stderr.count("pretrain_mlm.py: error: FSDP divides over GPUs only") == 1
@@ -287,7 +292,7 @@ run(pretrain_mlm.main)
 def test_what_any_process_has_to_say_is_said_once(failing, options, sentence, monkeypatch, tmp_path):
     monkeypatch.setenv("FAILING", failing)
     Path("failing.py").write_text(FAILING)
-    result = run_command([*TWO_CPUS, "failing.py", *Trainer(monkeypatch, "text").argv, *options], tmp_path)
+    result = run_command([*TORCHRUN, "failing.py", *Trainer(monkeypatch, "text").argv, *options], tmp_path)
     assert result.returncode != 0
     assert result.stderr.count(sentence) == 1
 

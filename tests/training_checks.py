@@ -10,7 +10,10 @@ import pytest
 from lion_transformers.scripts.arguments import run
 
 
-TWO_CPUS = [sys.executable, *["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]]
+LAUNCH = [sys.executable, *["-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]]
+# Two processes on a CPU, as README starts them.
+TWO_CPUS = [*LAUNCH, "--multi_gpu"]
+TORCHRUN = [sys.executable, *["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]]
 
 
 def run_script(module, monkeypatch, *argv):
