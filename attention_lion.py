@@ -44,8 +44,8 @@ _NEGLIGIBLE = {torch.float32: -26.0, torch.float64: -52.0}
 # way where a segment ends.
 _CLOSED = {dtype: 1.5 * exponent for dtype, exponent in _NEGLIGIBLE.items()}
 
-# Most tokens per block of the parallel form's decay mask.
-_MASK_BLOCK = 64
+# Tokens per block of the parallel form's decay mask.
+_MASK_BLOCK = 32
 
 # Blocks whose states meet in one product; longer sequences carry group states between groups of this many blocks.
 _CARRY_GROUP = 16
@@ -387,10 +387,7 @@ def _decay_mask(rightward, leftward):
     length = rightward.shape[-1]
     if length <= _MASK_BLOCK:
         return _decay_mask_of_block(rightward, leftward)
-    blocks = -(-length // _MASK_BLOCK)
-    # Equal blocks have fewer tokens beyond the end. A tracer takes blocks of one size for all lengths.
-    size = _MASK_BLOCK if _is_traced() else -(-length // blocks)
-    rightward, leftward = (_split_blocks(g, blocks, size, -1) for g in (rightward, leftward))
+    rightward, leftward = (_split_blocks(g, -(-length // _MASK_BLOCK), _MASK_BLOCK, -1) for g in (rightward, leftward))
     leave, enter, across = _edge_decays(rightward, leftward)
     from_left, from_right = _decays_between(across[0])[0], _decays_between(across[1])[0].mT  # (…, blocks, blocks)
     from_left = enter[..., 0, None] * from_left[..., None, :]  # (…, blocks, C, blocks)
