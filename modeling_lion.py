@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2FN, GELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPooling,
@@ -447,7 +447,21 @@ class LionMLP(nn.Module):
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._stays_in_layout(hidden_states):
+            inner = nn.functional.linear(_in_own_layout(hidden_states), self.fc1.weight, self.fc1.bias)
+            return nn.functional.linear(self.activation_fn(inner), self.fc2.weight, self.fc2.bias).to_dense()
         return _linear(self.fc2, self.activation_fn(_linear(self.fc1, hidden_states)))
+
+    def _stays_in_layout(self, hidden_states):
+        """Whether all of it can be computed in oneDNN's layout: what is four times as wide is copied least of all."""
+        return (
+            not torch.is_grad_enabled()
+            and hidden_states.numel() < TOKENS_OF_CONVOLUTION * self.fc1.in_features
+            and type(self.activation_fn) is GELUActivation
+            and not _is_watched(self.activation_fn)
+            and _suits_onednn(self.fc1, hidden_states)
+            and _suits_onednn(self.fc2, hidden_states)
+        )
 
 
 class LionLayer(GradientCheckpointingLayer):

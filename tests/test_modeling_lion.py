@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -1202,14 +1203,14 @@ def test_inductor_compiles_the_model(mode):
 
 
 class Recorded(TorchDispatchMode):
-    """Names of the operations that were carried out."""
+    """How often each operation was carried out, by name."""
 
     def __init__(self):
         super().__init__()
-        self.names = set()
+        self.counts = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.overloadpacket.__name__)
+        self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -1221,7 +1222,7 @@ def linear_layer(dtype=torch.float32):
 def is_by_onednn(layer, x):
     with Recorded() as recorded:
         modeling_lion._linear(layer, x)
-    return bool(recorded.names & {"to_mkldnn", "convolution"})
+    return bool(recorded.counts.keys() & {"to_mkldnn", "convolution"})
 
 
 by_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch is built without oneDNN")
@@ -1311,6 +1312,33 @@ def test_linear_layer_is_called_where_calling_it_is_more_than_a_product():
         assert not is_by_onednn(sharded, x)
         exported = torch.export.export(Linear(linear_layer()), (x,))
     assert not {str(node.target) for node in exported.graph.nodes} & {"aten.to_mkldnn.default", "aten.conv2d.default"}
+
+
+def copies_into_rows(mlp, x):
+    """How often something is copied out of oneDNN's layout."""
+    with Recorded() as recorded, torch.no_grad():
+        output = mlp(x)
+    assert output.layout == torch.strided and output.is_contiguous()
+    return recorded.counts["_to_dense"]
+
+
+@by_onednn
+def test_feed_forward_block_stays_in_the_layout_of_onednn():
+    mlp, x = build(LionModel).layers[0].mlp, torch.randn(2, 3, 48)
+    assert copies_into_rows(mlp, x) == 1
+    with torch.no_grad():
+        output = mlp(x)
+        inner = x.double() @ mlp.fc1.weight.double().T + mlp.fc1.bias.double()
+        inner = inner / 2 * (1 + torch.erf(inner / 2**0.5))
+        torch.testing.assert_close(
+            output.double(), inner @ mlp.fc2.weight.double().T + mlp.fc2.bias.double(), rtol=0, atol=1e-6
+        )
+    seen = []
+    mlp.activation_fn.register_forward_hook(lambda module, args, output: seen.append(output))
+    assert copies_into_rows(mlp, x) == 2
+    assert seen[0].layout == torch.strided
+    relu = build(LionModel, hidden_act="relu").layers[0].mlp
+    assert copies_into_rows(relu, x) == 2
 
 
 class Linear(nn.Module):
