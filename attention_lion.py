@@ -236,10 +236,14 @@ def _check_values(log_decay, key_mask):
         )
 
 
+def is_transformed() -> bool:
+    """Whether one of the transforms of `torch.func` is at work; asked as autograd's functions ask."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def _is_traced():
     """By a compiler, an exporter or one of the transforms of `torch.func`."""
-    is_transformed = torch._C._are_functorch_transforms_active()  # as autograd's functions ask
-    return is_transformed or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return is_transformed() or torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _full_precision(device_type: str):
@@ -398,6 +402,34 @@ def _decay_mask(rightward, leftward):
     return mask.flatten(-2).flatten(-3, -2)[..., :length, :length]
 
 
+class _DecayMask(torch.autograd.Function):
+    """`_decay_mask`, with a derivative that sums up pairs of tokens instead of going back through blocks."""
+
+    @staticmethod
+    def forward(ctx, rightward, leftward):
+        mask = _decay_mask(rightward, leftward)
+        ctx.save_for_backward(mask)
+        return mask
+
+    @staticmethod
+    def backward(ctx, grad):
+        (mask,) = ctx.saved_tensors
+        to_right, to_left = _across_tokens(grad * mask)
+        return _cumulative(to_right)[0].to(mask.dtype), _cumulative(-to_left)[1].to(mask.dtype)
+
+
+def _across_tokens(grad):
+    """Of gradients `(…, C, C)` by logarithms of decays between tokens: sums whose sums are gradients by gates.
+
+    A gate is in the decay of each pair of tokens on both sides of it.
+
+    Returns:
+        `(…, C)`, to be summed up to and with a gate to the right, and, negative, before a gate to the left.
+    """
+    earlier, later = grad.tril(-1), grad.triu(1)
+    return [x.sum(-2, dtype=_sum_dtype(x.dtype)) - x.sum(-1, dtype=_sum_dtype(x.dtype)) for x in (earlier, later)]
+
+
 def _decay_mask_of_block(rightward, leftward):
     dtype = rightward.dtype
     to_right, to_left = _cumulative(rightward)[1].to(dtype), _cumulative(leftward)[0].to(dtype)
@@ -466,9 +498,8 @@ def _weigh(q, k, v, mask, scale, diagonal, eps, dropout_p, return_weights):
 
 def _mean_decay_mask(gates, scan, length):
     """M, `(batch or 1, heads or 1, length, length)`: the mean over the scan orders, each taken back to token order."""
-    masks = [
-        _decay_mask(right, left) for right, left in zip(*(g.expand(-1, -1, -1, length) for g in gates), strict=True)
-    ]
+    build = _decay_mask if _is_traced() else _DecayMask.apply
+    masks = [build(right, left) for right, left in zip(*(g.expand(-1, -1, -1, length) for g in gates), strict=True)]
     if scan is None:
         return masks[0]
     masks = [
@@ -686,8 +717,9 @@ def _carry_in_groups(states, across, leftwards, carry):
 def _backward_by_tiles(q, k, v, rightward, leftward, output, row_sums, grad, options):
     """Gradients of all inputs of `_chunk_form`, of those that it has saved and of the gradient of its output."""
     batch, heads, length, _ = q.shape
-    grads = [x.new_empty(batch, length, heads, x.shape[3]).transpose(1, 2) for x in (q, k, v)]
-    grad_gates = [torch.zeros_like(g) for g in (rightward, leftward)]
+    # Made from the gradient: under vmap it has the axis that is mapped over, the inputs may not.
+    grads = [grad.new_empty(batch, length, heads, x.shape[3], dtype=x.dtype).transpose(1, 2) for x in (q, k, v)]
+    grad_gates = [grad.new_zeros(g.shape, dtype=g.dtype) for g in (rightward, leftward)]
     for tile in _tiles(q):
         gates = [_cut(g, *tile) for g in (rightward, leftward)]
         division = None if row_sums is None else (output[tile], row_sums[tile])
@@ -734,7 +766,7 @@ def _backward_blocks(q, k, v, decays, mask, grad):
     weights = (q @ k.mT) * mask
     grad_v = weights.to(v.dtype).mT @ grad
     grad_scores = grad @ v.mT
-    weights *= grad_scores  # gradient by the logarithms of the decays in the mask
+    weights = weights * grad_scores  # gradient by the logarithms of the decays in the mask
     grad_scores = (grad_scores * mask).to(v.dtype)
     grad_q, grad_k = grad_scores @ k, grad_scores.mT @ q
     k_leaving, q_entering = _both_ways(k, decays.leave), _both_ways(q, decays.enter)
@@ -772,8 +804,7 @@ def _grad_gates(mask, leaving, entering, across):
         leaving, entering: by those of the decays from and to the edges, `(…, blocks, C, 2)`.
         across: by those of the decays across, `(…, blocks)` to the right and to the left.
     """
-    earlier, later = mask.tril(-1), mask.triu(1)
-    to_right, to_left = (x.sum(-2, dtype=leaving.dtype) - x.sum(-1, dtype=leaving.dtype) for x in (earlier, later))
+    to_right, to_left = _across_tokens(mask)
     until, _ = _cumulative(to_right + leaving[..., 0])
     entered, _ = _cumulative(entering[..., 0])
     right = until + (entered[..., -1:] - entered)

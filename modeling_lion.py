@@ -25,7 +25,7 @@ from transformers.utils.generic import can_return_tuple, maybe_autocast, merge_w
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_lion import ATTENTION_MODES, choose_mode, lion_attention
+from .attention_lion import ATTENTION_MODES, choose_mode, is_transformed, lion_attention
 from .configuration_lion import LionConfig, as_pair, count_patches
 from .scan_order_lion import SCAN_ORDERS, Scan, get_scan
 
@@ -324,23 +324,20 @@ def _linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def _suits_onednn(layer: nn.Module, x: torch.Tensor) -> bool:
     """Whether calling the layer is nothing but a product that oneDNN is faster at."""
-    if is_tracing(x) or _is_transformed(x) or _is_watched(layer):
+    if is_tracing(x) or is_transformed() or _is_watched(layer):
         return False
     return (
         type(layer) is nn.Linear
         and type(layer.weight) is nn.Parameter  # not adapted, quantised or sharded
+        and type(x) in (torch.Tensor, nn.Parameter)
         and x.device.type == "cpu"
         and x.dtype == layer.weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()
         and not torch.is_autocast_enabled("cpu")
         # For the gradient of weights inputs have to be kept, which those of a frozen layer are not.
         and (layer.weight.requires_grad or not torch.is_grad_enabled())
+        and torch.autograd.forward_ad.unpack_dual(x).tangent is None  # not differentiated in forward mode
     )
-
-
-def _is_transformed(x: torch.Tensor) -> bool:
-    """Whether a transform of `torch.func` or differentiation in forward mode is at work."""
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad.unpack_dual(x).tangent is not None
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -379,22 +376,27 @@ class _OneDNNLinear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         grad = _rows(grad)
+        needs = [*ctx.needs_input_grad[:2], ctx.has_bias]
+        # To be differentiated again, or batched as torch.autograd.grad can have it: oneDNN's derivative is neither.
+        is_plain = not (torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad))
         with maybe_autocast("cpu", enabled=False):
-            if torch.is_grad_enabled():  # to be differentiated again, which oneDNN's own derivative cannot be
-                grad_x, grad_weight, grad_bias = grad @ weight, grad.mT @ x, grad.sum(0)
-            elif len(x) < TOKENS_OF_CONVOLUTION:
+            if is_plain and len(x) < TOKENS_OF_CONVOLUTION:
                 operands = _in_own_layout(x), _in_own_layout(grad), weight
-                grad_x, grad_weight, grad_bias = torch.ops.aten.mkldnn_linear_backward(*operands, [True] * 3)
-                grad_x = grad_x.to_dense()
+                grad_x, *of_layer = torch.ops.aten.mkldnn_linear_backward(*operands, [True] * 3)
+                grads = grad_x.to_dense(), *of_layer
             else:
-                grad_x, grad_weight, grad_bias = _rows(_multiply(grad, weight.mT)), grad.mT @ x, grad.sum(0)
-        return grad_x, grad_weight, grad_bias if ctx.has_bias else None
+                grads = _rows(_multiply(grad, weight.mT)) if is_plain else grad @ weight, grad.mT @ x, grad.sum(0)
+        return tuple(x if is_needed else None for x, is_needed in zip(grads, needs, strict=True))
 
 
 def _is_watched(*modules: nn.Module) -> bool:
     """Whether one of the modules, or one inside of them, has hooks or a forward that was put in place of its own."""
     return nn.modules.module._has_any_global_hook() or any(
-        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
         for outer in modules
         for module in outer.modules()
     )

@@ -255,6 +255,7 @@ def as_arguments(recipe: dict[str, Any], names: Sequence[str]) -> list[str]:
     return arguments
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str], otherwise: str = ".") -> str:
+    """The end of a sentence on a name that there is not."""
     close = difflib.get_close_matches(name, names)
-    return f": did you mean {' or '.join(close)}?" if close else ""
+    return f": did you mean {' or '.join(close)}?" if close else otherwise

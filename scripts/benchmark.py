@@ -114,7 +114,7 @@ def parse_command(argv: list[str]) -> tuple[str, Any]:
         sys.exit()
     name, *argv = argv
     if name not in COMMANDS:
-        raise UsageError(f"there is no command {name}{did_you_mean(name, COMMANDS) or ': see --help.'}")
+        raise UsageError(f"there is no command {name}{did_you_mean(name, COMMANDS, ': see --help.')}")
     arguments_type, _ = COMMANDS[name]
     (arguments,) = parse_arguments((arguments_type,), argv, description=__doc__)
     return name, arguments

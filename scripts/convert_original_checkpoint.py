@@ -416,7 +416,7 @@ def check_told(told: Mapping[str, Any], read: Mapping[str, Any], task: str) -> N
             raise UsageError(f"{name} says nothing about a model for {task}.")
     fields_there_are = {"num_labels", *LionConfig.__dataclass_fields__}
     if unknown := [name for name in told if name not in fields_there_are]:
-        raise UsageError(f"LionConfig has no field {unknown[0]}{did_you_mean(unknown[0], fields_there_are) or '.'}")
+        raise UsageError(f"LionConfig has no field {unknown[0]}{did_you_mean(unknown[0], fields_there_are)}")
     wrong = [name for name, value in told.items() if name in read and value != read[name]]
     if wrong:
         told_and_read = [f"{name}={told[name]} (the tensors say {read[name]})" for name in wrong]

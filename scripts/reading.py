@@ -61,7 +61,7 @@ def hold_out(rows: Dataset, percentage: float, seed: int, source: str) -> tuple[
 
 @contextmanager
 def preparing() -> Iterator[None]:
-    """The same for a full disk where `datasets` keeps what is made of data."""
+    """Turn a full disk, where `datasets` keeps what is made of data, into one sentence."""
     try:
         yield
     except OSError as error:

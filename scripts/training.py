@@ -281,8 +281,9 @@ def check_processes(accelerator: Accelerator) -> None:
         raise UsageError(
             f"{asked[0].value} divides over GPUs only, and this run uses none: start it without that --config_file."
         )
-    # What accelerate launch sets for several processes, also where it leaves it to MPI to start them.
-    by_accelerate = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
+    # What accelerate launch sets for several processes, also where it leaves it to MPI to start them. A cluster sets
+    # the address for one process as well, but to that of a machine.
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("MASTER_ADDR") == "127.0.0.1"
     if by_accelerate and not os.environ.get("WORLD_SIZE"):
         raise UsageError(
             "accelerate launch has started one process alone: give --multi_gpu and, where there are no GPUs, set"

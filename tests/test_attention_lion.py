@@ -199,6 +199,15 @@ def test_gradcheck(mode, decay):
         )
 
 
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_parallel_form_can_be_differentiated_twice(decay, normalize):
+    inputs = [
+        x.requires_grad_() for x in make_inputs(decay, batch=1, length=5, head_dim=2, value_dim=2) if x is not None
+    ]
+    assert torch.autograd.gradgradcheck(lambda *x: lion_attention(*x, normalize=normalize), inputs)
+
+
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (3,), (0, 3)])
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_of_some_arguments_only(mode, needed):
@@ -858,20 +867,24 @@ def test_vmap_over_decays_alone(mode):
 
 
 @slowly
+@pytest.mark.parametrize("mapped", [(0, 1, 2, 3), (0, 1, 2), (0,), (1,), (2,), (3,)])
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients_for_each_example(mode):
-    """As `torch.func.vmap(grad(…))` takes them."""
-    q, k, v, log_decay = make_inputs("selective", length=70)
-    per_example = [x[:, None] for x in (q, k, v, log_decay)]
+def test_gradients_for_each_example(mode, mapped):
+    """As `torch.func.vmap(grad(…))` takes them, of examples that differ in some arguments, in gates or not."""
+    examples = [make_inputs("selective", batch=1, length=40, seed=seed) for seed in (0, 1)]
+    inputs = [torch.stack(pair) if i in mapped else pair[0] for i, pair in enumerate(zip(*examples, strict=True))]
 
     def loss(*inputs):
         return lion_attention(*inputs, mode=mode, chunk_size=16).square().sum()
 
-    actual = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2, 3)))(*per_example)
-    inputs = [x.clone().requires_grad_() for x in (q, k, v, log_decay)]
-    loop_attention(*inputs).square().sum().backward()
-    for ours, x in zip(actual, inputs, strict=True):
-        torch.testing.assert_close(ours[:, 0], x.grad, rtol=1e-10, atol=1e-10)
+    in_dims = tuple(0 if i in mapped else None for i in range(4))
+    actual = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2, 3)), in_dims)(*inputs)
+    for example in range(2):
+        leaves = [x[example] if i in mapped else x for i, x in enumerate(inputs)]
+        leaves = [x.clone().requires_grad_() for x in leaves]
+        loop_attention(*leaves).square().sum().backward()
+        for ours, x in zip(actual, leaves, strict=True):
+            torch.testing.assert_close(ours[example], x.grad, rtol=1e-10, atol=1e-10)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1368,6 +1368,25 @@ def test_who_watches_a_linear_layer_is_called(kind):
     assert calls == [1]
 
 
+@pytest.mark.parametrize(
+    "register", [nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook]
+)
+def test_who_watches_gradients_of_a_linear_layer_is_called(register):
+    layer, calls = linear_layer(), []
+    register(layer, lambda *args: calls.append(1))
+    modeling_lion._linear(layer, torch.randn(few_tokens).requires_grad_()).sum().backward()
+    assert calls == [1]
+
+
+@by_onednn
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_of_a_linear_layer_can_be_batched():
+    layer, x = linear_layer(), torch.randn(few_tokens).requires_grad_()
+    grads = torch.randn(5, 2, 3, 40)
+    actual = torch.autograd.grad(modeling_lion._linear(layer, x), x, grads, is_grads_batched=True)[0]
+    torch.testing.assert_close(actual, grads @ layer.weight.detach())
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_dynamic_quantization_finds_the_linear_layers():
     model = build(LionModel).eval()

@@ -20,7 +20,7 @@ from modeling_checks import assert_carries_code
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
-from training_checks import TWO_CPUS, run_and_check
+from training_checks import TORCHRUN, TWO_CPUS, run_and_check
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
@@ -711,11 +711,12 @@ def test_lion_is_pretrained_from_a_recipe_and_a_csv_stream(tokenizer, corpus, mo
 
 
 def test_a_run_on_two_processes(tokenizer, corpus, monkeypatch, tmp_path):
+    """By `torchrun`; other runs of two are started by `accelerate launch`."""
     arguments = [*TINY_BERT, *SHORT, "--streaming", "--validation_file", "text.txt", "--max_eval_samples", "21"]
     run_script(monkeypatch, *arguments, "--max_steps", "1")
     alone = json.loads(Path("out/results.json").read_text())
     training = "--max_steps 20 --global_train_batch_size 32 --learning_rate 1e-2 --output_dir both"
-    run_and_check([*TWO_CPUS, SCRIPT, *arguments, *training.split()], tmp_path)
+    run_and_check([*TORCHRUN, SCRIPT, *arguments, *training.split()], tmp_path)
     both = json.loads(Path("both/results.json").read_text())
     assert both["before"] == pytest.approx(alone["before"], rel=1e-6)
     assert both["after"]["eval_loss"] < 0.9 * both["before"]["eval_loss"]

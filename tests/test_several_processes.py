@@ -228,6 +228,18 @@ def test_two_processes_of_which_one_was_started_are_refused(monkeypatch, tmp_pat
     assert "error: accelerate launch has started one process alone: give --multi_gpu and, where" in result.stderr
 
 
+def test_one_process_on_a_cluster_is_not_refused(monkeypatch):
+    """Clusters set the address of a machine for every job."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    alone = SimpleNamespace(distributed_type=DistributedType.NO, num_processes=1)
+    check_processes(alone)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(UsageError, match="one process alone"):
+        check_processes(alone)
+
+
 def test_fsdp_without_gpus_is_refused(monkeypatch, tmp_path):
     launch = [*LAUNCH, "--config_file", config_file("fsdp2", 1), pretrain_mlm.__file__]
     result = run_command([*launch, *Trainer(monkeypatch, "text").argv], tmp_path)
