@@ -386,7 +386,7 @@ class _OneDNNLinear(torch.autograd.Function):
                 grads = grad_x.to_dense(), *of_layer
             else:
                 grads = _rows(_multiply(grad, weight.mT)) if is_plain else grad @ weight, grad.mT @ x, grad.sum(0)
-        return tuple(x if is_needed else None for x, is_needed in zip(grads, needs, strict=True))
+        return tuple(each if is_needed else None for each, is_needed in zip(grads, needs, strict=True))
 
 
 def _is_watched(*modules: nn.Module) -> bool:

@@ -176,18 +176,19 @@ def load_documents(args: DataArguments, seed: int) -> tuple[Dataset | IterableDa
         raise UsageError("give either a dataset_name or a train_file.")
     if args.dataset_name and args.validation_file:
         raise UsageError("a validation_file goes with a train_file; a data set brings its own validation split.")
-    source = args.dataset_name or " ".join(args.train_file)
-    with loading(source):
+    files = {"train": args.train_file, "validation": args.validation_file}
+    files = {split: names for split, names in files.items() if names}
+    sources = {split: " ".join(names) for split, names in files.items()}
+    source = args.dataset_name or sources["train"]
+    with loading(" ".join(sources.values()) or source, **sources):
         if args.dataset_name:
             splits = load_dataset(args.dataset_name, args.dataset_config_name, streaming=args.streaming)
         else:
-            files = {"train": args.train_file, "validation": args.validation_file}
-            files = files_arguments(**{split: names for split, names in files.items() if names})
-            splits = load_dataset(**files, streaming=args.streaming)
+            splits = load_dataset(**files_arguments(**files), streaming=args.streaming)
         if "train" not in splits:
             raise UsageError(f"{source} has no train split, only {', '.join(splits)}.")
-        for split in splits.values():
-            check_text_column(split, args.text_column, source)
+        for split, documents in splits.items():
+            check_text_column(documents, args.text_column, sources.get(split, source))
     if "validation" in splits:
         return splits["train"], splits["validation"]
     if args.streaming:

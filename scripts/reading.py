@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,8 +29,8 @@ READ_ERRORS = (DatasetsError, OSError, ValueError, TypeError, ArrowException)  #
 
 
 @contextmanager
-def loading(source: str) -> Iterator[None]:
-    """Turn what `datasets` raises about `source` into one sentence."""
+def loading(source: str, **of_splits: str) -> Iterator[None]:
+    """Turn what `datasets` raises about `source`, or one of the splits that have their own, into one sentence."""
     try:
         yield
     except CorpusError as error:
@@ -38,7 +39,8 @@ def loading(source: str) -> Iterator[None]:
         reason = error.__cause__ or error  # "An error occurred while generating the dataset" has one
         if getattr(reason, "errno", None) in DISK_ERRORS:
             raise _no_room(reason) from error
-        if "corresponds to no data" in str(reason):
+        if empty := re.search(r'"(\w+)" corresponds to no data', str(reason)):
+            source = of_splits.get(empty[1], source)
             raise UsageError(f"{source} has no rows: it has a header but nothing below it, or no files.") from error
         raise UsageError(f"cannot load {file_being_read(reason) or source}: {one_line(reason)}") from error
 

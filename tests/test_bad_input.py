@@ -619,6 +619,22 @@ def test_a_table_that_has_only_a_header_is_refused(corpus, monkeypatch, capsys, 
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "options", "sentence"),
+    [
+        ("text\n", [], "valid.csv has no rows: it has a header"),
+        ("text\n", ["--streaming"], "valid.csv is empty."),
+        ("words\nwith\n", [], "cannot load train.csv valid.csv: Couldn't cast words"),
+        ("words\nwith\n", ["--streaming"], "valid.csv has no column text; its columns are words."),
+    ],
+)
+def test_the_validation_file_is_named_where_it_is_at_fault(corpus, monkeypatch, capsys, text, options, sentence):
+    Path("train.csv").write_text("text\n" + "some words\n" * 40)
+    Path("valid.csv").write_text(text)
+    files = ["--train_file", "train.csv", "--validation_file", "valid.csv", *options]
+    assert f"error: {sentence}" in pretraining_fails(monkeypatch, capsys, *corpus, *files)
+
+
 def test_tables_of_glue_and_of_images_that_have_only_a_header_are_refused(any_run, monkeypatch, capsys):
     Path("tables/sst2").mkdir(parents=True)
     for split in ("train", "validation"):
