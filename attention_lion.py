@@ -328,9 +328,12 @@ def _cut(gates, rows, heads):
 
 
 def _empty_output(q, v):
-    """`(batch, heads, length, value_dim)`, in memory with a token's heads side by side, as they are used."""
-    batch, heads, length, _ = q.shape
-    return v.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
+    """`(batch, heads, length, value_dim)`, in memory with a token's heads side by side, as they are used.
+
+    No view: what a function of autograd gives could not be changed in place if it was one.
+    """
+    (batch, heads, length, _), width = q.shape, v.shape[3]
+    return v.new_empty_strided((batch, heads, length, width), (length * heads * width, width, heads * width, 1))
 
 
 def _exp(log_decay, dtype):

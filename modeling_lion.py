@@ -124,8 +124,8 @@ def _check_finite(name: str, values: torch.Tensor):
 
 
 def _is_free_to_read(tensor: torch.Tensor) -> bool:
-    """Whether looking at values neither stalls a device nor breaks a graph."""
-    return tensor.device.type == "cpu" and not is_tracing(tensor)
+    """Whether looking at values neither stalls a device nor breaks a graph or a transform."""
+    return tensor.device.type == "cpu" and not is_tracing(tensor) and not is_transformed()
 
 
 class LionImageEmbeddings(nn.Module):
@@ -458,11 +458,12 @@ class LionMLP(nn.Module):
         """Whether all of it can be computed in oneDNN's layout: what is four times as wide is copied least of all."""
         return (
             not torch.is_grad_enabled()
-            and hidden_states.numel() < TOKENS_OF_CONVOLUTION * self.fc1.in_features
             and type(self.activation_fn) is GELUActivation
             and not _is_watched(self.activation_fn)
             and _suits_onednn(self.fc1, hidden_states)
             and _suits_onednn(self.fc2, hidden_states)
+            # Last: a tracer that asked would serve one side of it only.
+            and hidden_states.numel() < TOKENS_OF_CONVOLUTION * self.fc1.in_features
         )
 
 

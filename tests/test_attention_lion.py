@@ -200,6 +200,17 @@ def test_gradcheck(mode, decay):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_output_can_be_changed_in_place(mode, decay):
+    inputs = make_inputs(decay)
+    changed = with_gradients(lambda *x: lion_attention(*x, mode=mode).transpose(1, 2).mul_(2.0), inputs)
+    expected = with_gradients(lambda *x: loop_attention(*x).transpose(1, 2) * 2.0, inputs)
+    for ours, theirs in zip(changed, expected, strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("normalize", [False, True])
 def test_parallel_form_can_be_differentiated_twice(decay, normalize):
     inputs = [

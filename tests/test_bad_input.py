@@ -507,12 +507,12 @@ def test_what_is_accepted_is_said(module, arguments, message, monkeypatch, capsy
 
 def test_words_that_belong_to_no_argument_are_refused_with_what_they_follow(tmp_path, monkeypatch, capsys):
     fails = functools.partial(pretraining_fails, monkeypatch, capsys)
-    assert fails("--output_dir", "out", "--max_steps", "1", "2").endswith("unknown argument 2 after --max_steps")
+    assert fails("--output_dir", "out", "--max_steps", "1", "2").endswith("unknown argument 2 after --max_steps.")
     (tmp_path / "recipe.yaml").write_text("max_steps: [1, 2]\n")
     recipe = ["--recipe", str(tmp_path / "recipe.yaml"), "--output_dir", "out"]
-    assert fails(*recipe).endswith("unknown argument 2 after --max_steps")
+    assert fails(*recipe).endswith("unknown argument 2 after --max_steps.")
     assert fails("out").endswith("required: --output_dir/--output-dir")
-    assert fails("--output_dir=out", "text.txt").endswith("unknown argument text.txt after --output_dir=out")
+    assert fails("--output_dir=out", "text.txt").endswith("unknown argument text.txt after --output_dir=out.")
 
 
 def test_names_in_a_mapping_are_text(monkeypatch, capsys):

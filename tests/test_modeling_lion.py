@@ -1387,6 +1387,26 @@ def test_gradients_of_a_linear_layer_can_be_batched():
     torch.testing.assert_close(actual, grads @ layer.weight.detach())
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_for_each_example_of_a_batch_with_labels(mode):
+    """As `torch.func` takes them of a model, against one backward pass for each example."""
+    model = build(LionForMaskedLM, "selective", num_hidden_layers=1, chunk_size=8)
+    ids = torch.randint(1, 90, (3, 20), generator=torch.Generator().manual_seed(0))
+    parameters = {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss(parameters, ids):
+        inputs = {"input_ids": ids[None], "labels": ids[None], "attn_mode": mode}
+        return torch.func.functional_call(model, parameters, kwargs=inputs).loss
+
+    per_example = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, ids)
+    for i, example in enumerate(ids):
+        model.zero_grad()
+        model(example[None], labels=example[None], attn_mode="parallel").loss.backward()
+        for name, parameter in model.named_parameters():
+            assert relative_error(per_example[name][i], parameter.grad) < 1e-5, name
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_dynamic_quantization_finds_the_linear_layers():
     model = build(LionModel).eval()
