@@ -168,10 +168,15 @@ def _discard(path: Path) -> None:
 
 
 def write_manifest(folder: Path, **about: Any) -> None:
-    """Name, size and SHA-256 of every file in `folder`, and whatever else is to be known `about` it."""
+    """Name, size and SHA-256 of every file in `folder`, what else is to be known `about` it, a SHA-256 of all that."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     described = {file.relative_to(folder).as_posix(): describe_file(file) for file in files}
-    write_json(folder / MANIFEST, {**about, "files": described})
+    manifest = {**about, "files": described}
+    write_json(folder / MANIFEST, {**manifest, "sha256": _hash(manifest)})
+
+
+def _hash(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
 def describe_file(file: Path) -> dict[str, Any]:
@@ -187,10 +192,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files = manifest["files"].items()
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        is_whole = manifest.pop("sha256") == _hash(manifest)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UsageError(f"{folder / MANIFEST} is missing or damaged") from error
-    for name, expected in files:
+    if not is_whole:
+        raise UsageError(f"{folder / MANIFEST} is damaged: its content has changed")
+    for name, expected in manifest["files"].items():
         if not (folder / name).is_file():
             raise UsageError(f"{folder / name} is missing")
         size = (folder / name).stat().st_size

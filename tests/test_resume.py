@@ -49,7 +49,13 @@ from lion_transformers.scripts import (
 )
 from lion_transformers.scripts.arguments import UsageError, run
 from lion_transformers.scripts.batching import DrawnCollator, DrawnExamples, shield_from_signals
-from lion_transformers.scripts.checkpointing import clear_output_dir, list_checkpoints, writing
+from lion_transformers.scripts.checkpointing import (
+    clear_output_dir,
+    list_checkpoints,
+    read_manifest,
+    write_manifest,
+    writing,
+)
 from lion_transformers.scripts.resuming import read_checkpoint
 from lion_transformers.tokenization.corpus import load_files
 
@@ -515,6 +521,20 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_offered(train, capsys
 def test_a_checkpoint_without_its_manifest_is_no_checkpoint(train, capsys, damage):
     damage(Path("out/checkpoint-7/manifest.json"))
     assert "--resume_from_checkpoint out/checkpoint-6, which is whole." in failure(train, capsys)
+
+
+def test_no_byte_of_a_manifest_can_change(tmp_path):
+    (tmp_path / "weights").write_bytes(b"1234")
+    write_manifest(tmp_path, script="pretrain_mlm", arguments={"learning_rate": 1e-3, "betas": (0.9, 0.95)})
+    manifest = tmp_path / "manifest.json"
+    content = manifest.read_bytes()
+    assert read_manifest(tmp_path)["arguments"] == {"learning_rate": 1e-3, "betas": [0.9, 0.95]}
+    for place in range(len(content)):
+        changed = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+        if not content[place : place + 1].isspace():
+            manifest.write_bytes(changed)
+            with pytest.raises(UsageError, match=r"manifest\.json is (missing or )?damaged"):
+                read_manifest(tmp_path)
 
 
 def test_a_run_goes_on_from_the_checkpoint_that_is_named(train, capsys):
