@@ -44,7 +44,8 @@ _NEGLIGIBLE = {torch.float32: -26.0, torch.float64: -52.0}
 # way where a segment ends.
 _CLOSED = {dtype: 1.5 * exponent for dtype, exponent in _NEGLIGIBLE.items()}
 
-# Tokens per block of the parallel form's decay mask.
+# Most tokens whose decay mask is computed at once, and tokens per block of a larger one.
+_SMALL_MASK = 64
 _MASK_BLOCK = 32
 
 # Blocks whose states meet in one product; longer sequences carry group states between groups of this many blocks.
@@ -392,7 +393,7 @@ def _decay_mask(rightward, leftward):
     That needs no exponential per pair, and no sum of gates longer than a block.
     """
     length = rightward.shape[-1]
-    if length <= _MASK_BLOCK:
+    if length <= _SMALL_MASK:
         return _decay_mask_of_block(rightward, leftward)
     rightward, leftward = (_split_blocks(g, -(-length // _MASK_BLOCK), _MASK_BLOCK, -1) for g in (rightward, leftward))
     leave, enter, across = _edge_decays(rightward, leftward)

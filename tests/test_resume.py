@@ -1159,7 +1159,11 @@ def failures_of_two(train, tmp_path, *options):
 @pytest.mark.parametrize(
     ("kind", "options", "sentence"),
     [
-        ("streamed text", "--train_file 0.txt empty.txt", "small for one batch of 4 sequences on each of 2 devices."),
+        (
+            "streamed text",
+            "--train_file 0.txt empty.txt",
+            "small for one batch of 4 sequences on each of 2 devices: give a smaller",
+        ),
         ("text", "--train_file empty.txt", "the training text is too small for one sequence of 16 tokens."),
         ("GLUE", "--data_dir nowhere", "error: there is no "),
         ("images", "--train_dir nowhere", "error: there is no "),
