@@ -33,6 +33,7 @@ from transformers import (
     BertForMaskedLM,
     DeiTConfig,
     DeiTForImageClassification,
+    ResNetConfig,
     ViTImageProcessor,
     pipeline,
 )
@@ -1182,9 +1183,11 @@ def test_expected_failures_are_one_sentence(colors, monkeypatch, capsys):
 
     assert "unknown model_type vitt" in failure("--model_type", "vitt")
     assert "cannot make the model vit" in failure("--config", "hidden_size=many")
-    assert "has no image_size: give --config image_size=224" in failure(
-        "--model_type", "resnet", "--config", "image_size=null"
+    assert "the configuration of resnet has no hidden_size: did you mean hidden_sizes?" in failure(
+        "--model_type", "resnet"
     )
+    with pytest.raises(UsageError, match="of resnet has no image_size: give --config image_size=224"):
+        native_size(ResNetConfig())
     assert "the model does not take images of 2" in failure("--eval_resolutions", "2")
     assert "a resolution is one side or HEIGHTxWIDTH, got big" in failure("--eval_resolutions", "big")
     assert "the teacher has 4 labels, the student 3" in failure(
