@@ -260,8 +260,8 @@ class LionConfig(PreTrainedConfig):
         for key in unknown:
             if key in names or key.startswith("_") or hasattr(cls, key):
                 continue
-            if matches := get_close_matches(key, names, n=1, cutoff=0.85):
-                raise ValueError(f"LionConfig has no field `{key}`: did you mean `{matches[0]}`?")
+            if meant := nearest_field(key, names):
+                raise ValueError(f"LionConfig has no field `{key}`: did you mean `{meant}`?")
 
     def validate_architecture(self):
         """Part of `@strict`-powered validation. Validates the architecture of the config."""
@@ -323,6 +323,11 @@ def as_pair(size):
 def count_patches(image_size, patch_size):
     """Rows and columns of patches that cover an image, both sizes as (height, width)."""
     return tuple(-(-pixels // patch) for pixels, patch in zip(image_size, patch_size, strict=True))
+
+
+def nearest_field(key, names):
+    """The one of `names` that a misspelt `key` nearly is, or None."""
+    return next(iter(get_close_matches(key, names, n=1, cutoff=0.85)), None)
 
 
 __all__ = ["LionConfig"]

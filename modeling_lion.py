@@ -324,13 +324,12 @@ def _linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def _suits_onednn(layer: nn.Module, x: torch.Tensor) -> bool:
     """Whether calling the layer is nothing but a product that oneDNN is faster at."""
-    if is_tracing(x) or is_transformed() or _is_watched(layer):
+    if x.device.type != "cpu" or is_tracing(x) or is_transformed() or _is_watched(layer):
         return False
     return (
         type(layer) is nn.Linear
         and type(layer.weight) is nn.Parameter  # not adapted, quantised or sharded
         and type(x) in (torch.Tensor, nn.Parameter)
-        and x.device.type == "cpu"
         and x.dtype == layer.weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()
         and not torch.is_autocast_enabled("cpu")
@@ -459,9 +458,9 @@ class LionMLP(nn.Module):
         return (
             not torch.is_grad_enabled()
             and type(self.activation_fn) is GELUActivation
-            and not _is_watched(self.activation_fn)
             and _suits_onednn(self.fc1, hidden_states)
             and _suits_onednn(self.fc2, hidden_states)
+            and not _is_watched(self.activation_fn)
             # Last: a tracer that asked would serve one side of it only.
             and hidden_states.numel() < TOKENS_OF_CONVOLUTION * self.fc1.in_features
         )

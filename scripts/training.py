@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -44,6 +43,7 @@ from transformers import (
 from transformers.hf_argparser import HfArg
 
 import lion_transformers
+from lion_transformers.configuration_lion import nearest_field
 from lion_transformers.scripts.arguments import (
     KeyValues,
     MergeKeyValues,
@@ -469,8 +469,8 @@ def check_spelling(names: Iterable[str], config: PreTrainedConfig) -> None:
     """Refuse what is nearly the name of a field of any family: it would be kept without a word, to no effect."""
     known = [*type(config)().to_dict(), *config.attribute_map]
     for name in names:
-        if name not in known and (meant := get_close_matches(name, known, n=1, cutoff=0.85)):
-            raise UsageError(f"the configuration of {config.model_type} has no {name}: did you mean {meant[0]}?")
+        if name not in known and (meant := nearest_field(name, known)):
+            raise UsageError(f"the configuration of {config.model_type} has no {name}: did you mean {meant}?")
 
 
 def load_pretrained_config(args: ModelArguments) -> PreTrainedConfig:
