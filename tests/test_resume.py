@@ -344,6 +344,15 @@ def test_ctrl_c_stops_a_run_as_sigterm_does(monkeypatch, kind):
     assert list(train("--resume_from_checkpoint", "latest")) == list(range(5, 10))
 
 
+@pytest.fixture
+def listening_to_ctrl_c():
+    """A shell starts what runs in its background deaf to Ctrl-C, and tests may run there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listening_to_ctrl_c")
 def test_a_second_ctrl_c_interrupts_at_once():
     with pytest.raises(KeyboardInterrupt), training.stopping_on_signals(SimpleNamespace()):
         signal.raise_signal(signal.SIGINT)
