@@ -58,8 +58,7 @@ format: install
 	$(BIN)/ruff format .
 
 # Within 15 minutes on two cores, alone on them; whole models where sequences are short, fewer of their equal layers
-# where they are long or weights are in bfloat16. With a layer of twelve goes a twelfth of the vocabulary where its
-# scores are computed.
+# where they are long or weights are in bfloat16. With a layer of twelve goes a twelfth of the vocabulary.
 bench: install
 	$(BENCHMARK) model --lengths 128 512 2048 8192 32768 --num_hidden_layers 12 12 1 1 1 --tokens 512 --repetitions 3 \
 		--max_seconds 15

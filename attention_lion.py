@@ -32,7 +32,7 @@ DIAGONALS = ("balanced", "doubled")
 
 # Longest sequence that "auto" computes in parallel form, by `scripts/benchmark.py forms` and of whole layers, in
 # float32 and in bfloat16. Without decays the chunk form is two small products and wins almost at once.
-PARALLEL_MAX_LENGTH = 200
+PARALLEL_MAX_LENGTH = 256
 PARALLEL_MAX_LENGTH_WITHOUT_DECAY = 32
 
 # Decays whose logarithm lies below this are exactly zero. They are far below a rounding error of the diagonal and of
@@ -87,9 +87,10 @@ def lion_attention(
     """Bidirectional linear attention with decays, the equation at the head of this module.
 
     Everything is computed and accumulated in float32, also under autocast and for half-precision inputs; float64
-    inputs stay float64 throughout. The exception is bfloat16 in the chunk form under decays: decays, and states from
-    block to block, are float32, while factors and results of products are rounded to bfloat16. All three modes have
-    the same values and the same gradients. (Only the parallel form can be differentiated twice.)
+    inputs stay float64 throughout. The exception is bfloat16, in the parallel form and, under decays, in the chunk
+    form: gates, states from block to block and sums are float32, while factors and results of products are rounded to
+    bfloat16. All three modes have the same values and the same gradients. (Only the parallel form can be
+    differentiated twice.)
 
     Args:
         q: Queries after feature map, `(batch, heads, length, head_dim)`.
@@ -131,7 +132,7 @@ def lion_attention(
 
     output_dtype, weights_dtype = v.dtype, q.dtype
     with _full_precision(q.device.type):
-        dtype = _product_dtype(q, k, v) if mode == "chunk" else _sum_dtype(q.dtype)
+        dtype = _sum_dtype(q.dtype) if mode == "rnn" else _product_dtype(q, k, v)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         log_decay = None if log_decay is None else log_decay.to(_sum_dtype(dtype))
         if key_mask is not None:
@@ -386,32 +387,56 @@ def _edge_decays(rightward, leftward):
     return _Decays(leave, enter, across)
 
 
-def _decay_mask(rightward, leftward):
-    """M of the module's equation, `(…, length, length)`, from gates `(…, length)`.
+class _MaskFactors(NamedTuple):
+    """What the mask of a long sequence is made of: away from its diagonal M is an outer product of decays from and to
+    the edges of blocks of C tokens. That needs no exponential per pair, and no sum of gates longer than a block.
 
-    Long sequences by blocks: away from the diagonal M is an outer product of decays from and to the edges of blocks.
-    That needs no exponential per pair, and no sum of gates longer than a block.
+    Attributes:
+        enter: `(…, blocks, C, blocks)`, from where the other block ends to a token.
+        leave: `(…, blocks, blocks, C)`, from a token of the other block (own gate included) to where it ends.
+        within: `(…, blocks, C, C)`, M of each block.
     """
+
+    enter: torch.Tensor
+    leave: torch.Tensor
+    within: torch.Tensor
+
+
+def _mask_factors(rightward, leftward, dtype):
+    """`_MaskFactors` of gates `(…, length)`, in the dtype of the mask."""
     length = rightward.shape[-1]
-    if length <= _SMALL_MASK:
-        return _decay_mask_of_block(rightward, leftward)
-    rightward, leftward = (_split_blocks(g, -(-length // _MASK_BLOCK), _MASK_BLOCK, -1) for g in (rightward, leftward))
+    size = length if length <= _SMALL_MASK else _MASK_BLOCK
+    rightward, leftward = (_split_blocks(g, -(-length // size), size, -1) for g in (rightward, leftward))
     leave, enter, across = _edge_decays(rightward, leftward)
     from_left, from_right = _decays_between(across[0])[0], _decays_between(across[1])[0].mT  # (…, blocks, blocks)
-    from_left = enter[..., 0, None] * from_left[..., None, :]  # (…, blocks, C, blocks)
-    from_right = enter[..., 1, None] * from_right[..., None, :]
-    mask = from_left[..., None] * leave[..., None, None, :, :, 0]  # (…, blocks, C, blocks, C)
-    mask = mask.addcmul_(from_right[..., None], leave[..., None, None, :, :, 1])
-    mask.diagonal(dim1=-4, dim2=-2).copy_(_decay_mask_of_block(rightward, leftward).movedim(-3, -1))
+    # Of two blocks one is the earlier: one of the two ways is zero.
+    enter = enter[..., 0, None] * from_left[..., None, :] + enter[..., 1, None] * from_right[..., None, :]
+    is_earlier = torch.ones(from_left.shape[-2:], dtype=torch.bool, device=enter.device).tril_()[..., None]
+    leave = torch.where(is_earlier, leave[..., None, :, :, 0], leave[..., None, :, :, 1])
+    return _MaskFactors(*(x.to(dtype) for x in (enter, leave, _decay_mask_of_block(rightward, leftward))))
+
+
+def _join_mask(enter, leave, within, length):
+    """M, `(…, length, length)`, of `_MaskFactors`."""
+    mask = enter[..., None] * leave[..., :, None, :, :]  # (…, blocks, C, blocks, C)
+    mask.diagonal(dim1=-4, dim2=-2).copy_(within.movedim(-3, -1))
     return mask.flatten(-2).flatten(-3, -2)[..., :length, :length]
+
+
+def _decay_mask(rightward, leftward, dtype):
+    """M of the module's equation, `(…, length, length)`, from gates `(…, length)`."""
+    length = rightward.shape[-1]
+    if length <= _SMALL_MASK:
+        return _decay_mask_of_block(rightward, leftward).to(dtype)
+    return _join_mask(*_mask_factors(rightward, leftward, dtype), length)
 
 
 class _DecayMask(torch.autograd.Function):
     """`_decay_mask`, with a derivative that sums up pairs of tokens instead of going back through blocks."""
 
     @staticmethod
-    def forward(ctx, rightward, leftward):
-        mask = _decay_mask(rightward, leftward)
+    def forward(ctx, rightward, leftward, dtype):
+        mask = _decay_mask(rightward, leftward, dtype)
         ctx.save_for_backward(mask)
         return mask
 
@@ -419,19 +444,24 @@ class _DecayMask(torch.autograd.Function):
     def backward(ctx, grad):
         (mask,) = ctx.saved_tensors
         to_right, to_left = _across_tokens(grad * mask)
-        return _cumulative(to_right)[0].to(mask.dtype), _cumulative(-to_left)[1].to(mask.dtype)
+        dtype = _sum_dtype(mask.dtype)
+        return _cumulative(to_right)[0].to(dtype), _cumulative(-to_left)[1].to(dtype), None
 
 
 def _across_tokens(grad):
     """Of gradients `(…, C, C)` by logarithms of decays between tokens: sums whose sums are gradients by gates.
 
-    A gate is in the decay of each pair of tokens on both sides of it.
+    A gate is in the decay of each pair of tokens on both sides of it. The gradients are not to be used again: what is
+    summed up is cut out of them.
 
     Returns:
         `(…, C)`, to be summed up to and with a gate to the right, and, negative, before a gate to the left.
     """
-    earlier, later = grad.tril(-1), grad.triu(1)
-    return [x.sum(-2, dtype=_sum_dtype(x.dtype)) - x.sum(-1, dtype=_sum_dtype(x.dtype)) for x in (earlier, later)]
+    grad = grad.to(_sum_dtype(grad.dtype))
+    both = grad.sum(-2) - grad.sum(-1)
+    earlier = grad.tril_(-1)
+    to_right = earlier.sum(-2) - earlier.sum(-1)
+    return to_right, both - to_right
 
 
 def _decay_mask_of_block(rightward, leftward):
@@ -464,16 +494,22 @@ def _decays_between(across):
 
 def _parallel_form(q, k, v, gates, scan, scale, diagonal, eps, dropout_p, return_weights):
     options = (scale, diagonal, eps, dropout_p, return_weights)
+    if gates is None:
+        return _weigh(q, k, v, None, *options)
+    length = q.shape[2]
+    of_orders = list(zip(*(g.expand(-1, -1, -1, length) for g in gates), strict=True))
     # Whoever needs the matrix, to look at it or for gradients, needs all of it at once; tiles are for a CPU's cache.
-    whole = return_weights or torch.is_grad_enabled() or q.device.type != "cpu"
-    if whole or gates is None or _is_traced():
-        return _weigh(q, k, v, None if gates is None else _mean_decay_mask(gates, scan, q.shape[2]), *options)
-    output = _empty_output(q, v)
+    if return_weights or torch.is_grad_enabled() or q.device.type != "cpu" or _is_traced():
+        build = _decay_mask if _is_traced() else _DecayMask.apply
+        masks = [build(right, left, q.dtype) for right, left in of_orders]
+        return _weigh(q, k, v, _mean_in_token_order(masks, scan), *options)
+    output, mask = _empty_output(q, v), None
+    factors = [_mask_factors(right, left, q.dtype) for right, left in of_orders]
     varies = gates[0].shape[1] > 1  # within the batch
-    mask = None if varies else _mean_decay_mask(gates, scan, q.shape[2])
     for rows in _rows(q):
-        if varies:
-            mask = _mean_decay_mask([g[:, rows] for g in gates], scan, q.shape[2])
+        if mask is None or varies:
+            masks = [_join_mask(*(x[rows] if varies else x for x in of_order), length) for of_order in factors]
+            mask = _mean_in_token_order(masks, scan)
         output[rows], _ = _weigh(*(x[rows].contiguous() for x in (q, k, v)), mask, *options)
     return output, None
 
@@ -492,18 +528,18 @@ def _weigh(q, k, v, mask, scale, diagonal, eps, dropout_p, return_weights):
         weights = weights * mask
     if diagonal == "doubled":
         weights = weights + weights.diagonal(dim1=-2, dim2=-1).diag_embed()
-    row_sums = None if eps is None else weights.sum(-1, keepdim=True)
-    if return_weights and row_sums is not None:
-        # The matrix that is returned is the one that is applied: gradients of the output reach it.
-        weights, row_sums = weights / (row_sums + eps), None
-    values = nn.functional.dropout(weights, dropout_p) @ v
-    return values if row_sums is None else values / (row_sums + eps), weights
+    if eps is None:
+        return nn.functional.dropout(weights, dropout_p) @ v, weights
+    if dropout_p == 0 and not return_weights:  # the row sums ride along in the product
+        sums = weights @ _with_ones(v)
+        return sums[..., : v.shape[3]] / _row_sums(sums, v.shape[3], eps), None
+    # The matrix that is returned is the one that is applied: gradients of the output reach it.
+    weights = (weights / (weights.sum(-1, keepdim=True, dtype=_sum_dtype(weights.dtype)) + eps)).to(v.dtype)
+    return nn.functional.dropout(weights, dropout_p) @ v, weights
 
 
-def _mean_decay_mask(gates, scan, length):
+def _mean_in_token_order(masks, scan):
     """M, `(batch or 1, heads or 1, length, length)`: the mean over the scan orders, each taken back to token order."""
-    build = _decay_mask if _is_traced() else _DecayMask.apply
-    masks = [build(right, left) for right, left in zip(*(g.expand(-1, -1, -1, length) for g in gates), strict=True)]
     if scan is None:
         return masks[0]
     masks = [
@@ -585,7 +621,7 @@ def _attend(q, k, v, rightward, leftward, options):
         sums = sums_n if sums is None else sums + sums_n
     if options.eps is None:
         return sums, None
-    row_sums = sums[..., width : width + 1].to(_sum_dtype(v.dtype)) + options.eps
+    row_sums = _row_sums(sums, width, options.eps)
     return (sums[..., :width] / row_sums).to(v.dtype), row_sums
 
 
@@ -593,6 +629,11 @@ def _with_ones(v):
     v = nn.functional.pad(v, (0, _ONES_WIDTH))
     v[..., -_ONES_WIDTH] = 1.0
     return v
+
+
+def _row_sums(sums, width, eps):
+    """What the first `width` columns are divided by, of sums over values with ones beside them."""
+    return sums[..., width : width + 1].to(_sum_dtype(sums.dtype)) + eps
 
 
 def _in_order(x, order):
@@ -607,7 +648,7 @@ def _make_blocks(q, k, v, rightward, leftward, order, options):
     blocks = _count_blocks(length, size)
     q, k, v = (_split_blocks(_in_order(x, order), blocks, size, -2) for x in (q, k, v))
     rightward, leftward = (_split_gates(g, blocks, size) for g in (rightward, leftward))
-    mask = _decay_mask(rightward, leftward)  # (batch or 1, heads or 1, blocks or 1, C, C)
+    mask = _decay_mask(rightward, leftward, rightward.dtype)  # (batch or 1, heads or 1, blocks or 1, C, C)
     if options.diagonal == "doubled":
         mask = mask + torch.eye(size, dtype=mask.dtype, device=mask.device)
     decays = _edge_decays(rightward, leftward)

@@ -311,14 +311,17 @@ class LionAttention(nn.Module):
 
 
 def _linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A linear layer, `(…, in_features)` to `(…, out_features)`; in float32 a CPU computes it by oneDNN.
+    """A linear layer, `(…, in_features)` to `(…, out_features)`; a CPU computes it by oneDNN.
 
-    That shares a product out to the cores better than the BLAS to which float32 matrices go otherwise.
+    In float32 that shares a product out to the cores better than the BLAS to which matrices go otherwise.
     """
     if not _suits_onednn(layer, x):
         return layer(x)
-    multiply = _OneDNNLinear.apply if torch.is_grad_enabled() else _multiply
-    output = multiply(x.reshape(-1, layer.in_features), layer.weight, layer.bias)
+    return _by_rows(_OneDNNLinear.apply if torch.is_grad_enabled() else _multiply, layer, x)
+
+
+def _by_rows(multiply, layer, x, *activation):
+    output = multiply(x.reshape(-1, layer.in_features), layer.weight, layer.bias, *activation)
     return _rows(output).view(*x.shape[:-1], layer.out_features)
 
 
@@ -330,8 +333,9 @@ def _suits_onednn(layer: nn.Module, x: torch.Tensor) -> bool:
         type(layer) is nn.Linear
         and type(layer.weight) is nn.Parameter  # not adapted, quantised or sharded
         and type(x) in (torch.Tensor, nn.Parameter)
-        and x.dtype == layer.weight.dtype == torch.float32
+        and x.dtype == layer.weight.dtype
         and torch.backends.mkldnn.is_available()
+        and (x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()))
         and not torch.is_autocast_enabled("cpu")
         # For the gradient of weights inputs have to be kept, which those of a frozen layer are not.
         and (layer.weight.requires_grad or not torch.is_grad_enabled())
@@ -339,19 +343,26 @@ def _suits_onednn(layer: nn.Module, x: torch.Tensor) -> bool:
     )
 
 
-def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "none"
+) -> torch.Tensor:
     """Products of rows `(tokens, in_features)`, in new memory that is no view: `(tokens, out_features)` or its pixels.
 
-    oneDNN takes a tensor in its own layout, and many tokens faster as a convolution over single pixels.
+    By the operations that torch.compile calls, with an activation of theirs in the same pass. oneDNN computes many
+    tokens faster as a convolution over single pixels.
     """
     if len(x) < TOKENS_OF_CONVOLUTION:
-        return nn.functional.linear(_in_own_layout(x), weight, bias).to_dense()
+        return _multiply_by_onednn(x, weight, bias, activation)
     pixels = x.reshape(1, -1, 1, x.shape[1]).permute(0, 3, 1, 2)  # channels last
-    return nn.functional.conv2d(pixels, weight[..., None, None], bias)  # (1, out_features, tokens, 1)
+    geometry = [0, 0], [1, 1], [1, 1], 1  # padding, stride, dilation, groups
+    return torch.ops.mkldnn._convolution_pointwise(
+        pixels, weight[..., None, None], bias, *geometry, activation, [], "none"
+    )  # (1, out_features, tokens, 1)
 
 
-def _in_own_layout(x):
-    return x.contiguous().to_mkldnn()
+def _multiply_by_onednn(x, weight, bias=None, activation="none"):
+    """`x @ weight.mT`, whatever the strides of both."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], "none")
 
 
 def _rows(output):
@@ -375,17 +386,22 @@ class _OneDNNLinear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         grad = _rows(grad)
-        needs = [*ctx.needs_input_grad[:2], ctx.has_bias]
-        # To be differentiated again, or batched as torch.autograd.grad can have it: oneDNN's derivative is neither.
-        is_plain = not (torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad))
+        of_x = of_weight = _multiply_by_torch
+        # To be differentiated again, or batched as torch.autograd.grad can have it: oneDNN's products are neither.
+        if not (torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad)):
+            of_x = _multiply_by_onednn
+            if len(x) < TOKENS_OF_CONVOLUTION and x.dtype == torch.float32:
+                of_weight = _multiply_by_onednn
         with maybe_autocast("cpu", enabled=False):
-            if is_plain and len(x) < TOKENS_OF_CONVOLUTION:
-                operands = _in_own_layout(x), _in_own_layout(grad), weight
-                grad_x, *of_layer = torch.ops.aten.mkldnn_linear_backward(*operands, [True] * 3)
-                grads = grad_x.to_dense(), *of_layer
-            else:
-                grads = _rows(_multiply(grad, weight.mT)) if is_plain else grad @ weight, grad.mT @ x, grad.sum(0)
-        return tuple(each if is_needed else None for each, is_needed in zip(grads, needs, strict=True))
+            return (
+                of_x(grad, weight.mT) if ctx.needs_input_grad[0] else None,
+                of_weight(grad.mT, x.mT) if ctx.needs_input_grad[1] else None,
+                grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None,
+            )
+
+
+def _multiply_by_torch(x, weight):
+    return x @ weight.mT
 
 
 def _is_watched(*modules: nn.Module) -> bool:
@@ -448,21 +464,19 @@ class LionMLP(nn.Module):
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self._stays_in_layout(hidden_states):
-            inner = nn.functional.linear(_in_own_layout(hidden_states), self.fc1.weight, self.fc1.bias)
-            return nn.functional.linear(self.activation_fn(inner), self.fc2.weight, self.fc2.bias).to_dense()
-        return _linear(self.fc2, self.activation_fn(_linear(self.fc1, hidden_states)))
+        if self._is_fused(hidden_states):
+            inner = _by_rows(_multiply, self.fc1, hidden_states, "gelu")
+        else:
+            inner = self.activation_fn(_linear(self.fc1, hidden_states))
+        return _linear(self.fc2, inner)
 
-    def _stays_in_layout(self, hidden_states):
-        """Whether all of it can be computed in oneDNN's layout: what is four times as wide is copied least of all."""
+    def _is_fused(self, hidden_states):
+        """Whether the first product and the activation can be one pass over what is four times as wide as the rest."""
         return (
             not torch.is_grad_enabled()
             and type(self.activation_fn) is GELUActivation
             and _suits_onednn(self.fc1, hidden_states)
-            and _suits_onednn(self.fc2, hidden_states)
             and not _is_watched(self.activation_fn)
-            # Last: a tracer that asked would serve one side of it only.
-            and hidden_states.numel() < TOKENS_OF_CONVOLUTION * self.fc1.in_features
         )
 
 

@@ -314,9 +314,21 @@ def model_points(arguments) -> list[tuple[dict, list[ModelCase]]]:
         raise UsageError(f"there is no such model: {error}") from error
 
 
+def fewer_layers(size, modality, layers):
+    """Fields of a model with fewer layers than its size has, and with their share of its vocabulary.
+
+    The gradient of the embeddings is of the whole vocabulary, and would weigh more than in the whole model.
+    """
+    whole = LionConfig.from_size(size, modality)
+    share = {"vocab_size": max(1, whole.vocab_size * layers // whole.num_hidden_layers)} if modality == "text" else {}
+    return {"num_hidden_layers": layers, **share}
+
+
 def model_point(arguments, length, layers):
     config = {"modality": arguments.modality, "size": arguments.size, "attn_mode": arguments.attn_mode}
-    config |= arguments.config | ({} if layers is None else {"num_hidden_layers": layers})
+    if layers is not None:
+        config |= fewer_layers(arguments.size, arguments.modality, layers)
+    config |= arguments.config
     case = ModelCase(config, length, 1, False, arguments.setting)
     case = replace(case, batch=arguments.batch(case.tokens))
     kinds = [

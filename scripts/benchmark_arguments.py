@@ -75,7 +75,8 @@ class BaseModelArguments(CommonArguments):
     num_hidden_layers: list[int] | None = field(
         default=None,
         metadata={
-            "help": "One number, or one for each length or image size: for long inputs fewer may do. Default: all."
+            "help": "One number, or one for each length or image size: for long inputs fewer may do, with their share "
+            "of a vocabulary. Default: all."
         },
     )
     size: str = HfArg(default="base", help="One of the paper's sizes.")

@@ -1,7 +1,6 @@
 """How scripts/benchmark.py measures: time in turn, peak memory in a fresh process, matrix products alone."""
 
 import ctypes
-import functools
 import gc
 import multiprocessing
 import os
@@ -19,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 import transformers
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lion_transformers.scripts.arguments import UsageError
@@ -30,8 +28,9 @@ SECONDS_WITHOUT_WARM_UP = 5.0
 # glibc's parameter of that name, from malloc.h.
 M_MMAP_THRESHOLD = -3
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-LAYERS = ("convolution", "mkldnn_linear", "mkldnn_linear_backward")
-CONVOLUTION_OPTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+# Products of an input and a weight, with a bias or without, and the operations that have them: convolutions are of
+# single pixels, or of patches that do not overlap.
+LAYERS = {"convolution": "aten", "_convolution_pointwise": "mkldnn", "_linear_pointwise": "mkldnn"}
 
 
 @dataclass(frozen=True)
@@ -211,15 +210,15 @@ class ProductRecorder(TorchDispatchMode):
         if name in PRODUCTS:
             factors = {key: value for key, value in kwargs.items() if key in ("alpha", "beta")}
             self.products.append((name, factors, [self._operand(tensor) for tensor in args]))
-        elif name in LAYERS:  # convolutions are of single pixels, or of patches that do not overlap
-            options = dict(zip(CONVOLUTION_OPTIONS, args[3:], strict=False))
-            operands = [self._operand(tensor) for tensor in args[:3] if tensor is not None]
-            self.products.append((name, options, operands))
+        elif name in LAYERS:
+            options = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=True)}
+            tensors = [options.pop(argument.name) for argument in func._schema.arguments[:3]]
+            if "attr" in options:  # the activation that comes with it is no product
+                options["attr"] = "none"
+            self.products.append((name, options, [self._operand(x) for x in tensors if x is not None]))
         return func(*args, **kwargs)
 
     def _operand(self, tensor):
-        if tensor.is_mkldnn:  # has no strides
-            return Operand.of(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         is_weight = tensor.untyped_storage().data_ptr() in self._weights
         return tensor.detach() if is_weight else Operand.of(tensor)
 
@@ -247,17 +246,12 @@ def replay_products(products: list[tuple], device: str = "cpu") -> Callable[[], 
             buffers[role, operand] = _random_tensor(operand, device)
         return buffers[role, operand]
 
-    in_own_layout = functools.cache(torch.Tensor.to_mkldnn)
     calls = []
     for name, factors, operands in products:
         tensors = [buffer(role, operand) for role, operand in enumerate(operands)]
-        if name == "mkldnn_linear":
-            calls.append((nn.functional.linear, [in_own_layout(tensors[0]), *tensors[1:]], {}))
-        elif name == "mkldnn_linear_backward":  # of rows, of their gradients and weights, for all three
-            rows = [in_own_layout(rows) for rows in tensors[:2]]
-            calls.append((torch.ops.aten.mkldnn_linear_backward, [*rows, tensors[2], [True] * 3], {}))
-        elif name == "convolution":
-            calls.append((torch.convolution, [*tensors, None][:3], factors))  # a bias may be missing
+        if name in LAYERS:
+            layer = getattr(getattr(torch.ops, LAYERS[name]), name)
+            calls.append((layer, [*tensors, None][:3], factors))  # a bias may be missing
         else:
             shape = (*tensors[-2].shape[:-1], tensors[-1].shape[-1])
             out = buffer("out", Operand.of(torch.empty(shape, dtype=tensors[-1].dtype, device="meta")))
@@ -289,8 +283,6 @@ def count_products(products: list[tuple]) -> list[dict[str, Any]]:
 
 
 def _multiplications(name, shapes):
-    if name == "mkldnn_linear_backward":  # by rows and by weights
-        return 2 * torch.Size(shapes[0]).numel() * shapes[1][-1]
     left, width = (shapes[0], shapes[1][0]) if name in LAYERS else (shapes[-2], shapes[-1][-1])
     return torch.Size(left).numel() * width
 
