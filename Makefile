@@ -76,7 +76,7 @@ bench: install
 	$(BENCHMARK) forms --lengths 32 64 96 128 192 256 384 --tokens 512 --repetitions 3
 	$(BENCHMARK) chunk-size --passes inference --tokens 4096 --repetitions 3
 	$(BENCHMARK) rnn --repetitions 3
-	$(BENCHMARK) floor --num_hidden_layers 12 1 --decays selective --tokens 512 --repetitions 3 --max_seconds 20
+	$(BENCHMARK) floor --num_hidden_layers 12 4 --decays selective --tokens 512 --repetitions 3 --max_seconds 20
 	$(BENCHMARK) decay; status=$$?; $(BENCHMARK) readme && exit $$status
 
 # A text of 262 144 tokens through all twelve layers, in chunk and in rnn form: some minutes each.

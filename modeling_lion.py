@@ -77,9 +77,10 @@ class LionEmbeddings(nn.Module):
         embeddings = inputs_embeds
         if inputs_embeds is None:
             embeddings = _look_up(self.word_embeddings, input_ids, "input_ids", "vocab_size")
-        if token_type_ids is None:
-            token_type_ids = torch.zeros(embeddings.shape[:2], dtype=torch.long, device=embeddings.device)
-        _check_per_token("token_type_ids", token_type_ids, embeddings.shape[:2])
+        if token_type_ids is None:  # one row serves all tokens
+            token_type_ids = torch.zeros(1, 1, dtype=torch.long, device=embeddings.device)
+        else:
+            _check_per_token("token_type_ids", token_type_ids, embeddings.shape[:2])
         types = _look_up(self.token_type_embeddings, token_type_ids, "token_type_ids", "type_vocab_size")
         embeddings = embeddings + types
         if self.position_embeddings is not None:
