@@ -844,7 +844,7 @@ def test_a_full_disk_at_the_end_of_a_run_costs_no_update(monkeypatch, capsys, ki
 
 def test_no_room_for_the_log_or_for_the_batch_that_is_not_finite_is_one_sentence(monkeypatch, capsys):
     train = Trainer(monkeypatch, "text")
-    with_loss({4: float("nan")}, monkeypatch)
+    with_loss({4: float("nan")}, train)
     for owner, name, file in [(Accelerator, "log", "runs"), (training, "save_file", "nonfinite-batch-5-process-0.sa")]:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, full)
@@ -941,33 +941,35 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_done(trai
     assert message.endswith("cannot write into output_dir file/out: Not a directory.")
 
 
-def with_loss(factors, monkeypatch):
+def with_loss(factors, train):
     """Multiply the loss after each number of updates by a factor."""
-    accumulate = pretrain_mlm.Pretraining.accumulate_gradients
+    accumulate = train.run_class.accumulate_gradients
 
     def changed(run, micro_batches):
-        with monkeypatch.context() as patch:
+        with train.monkeypatch.context() as patch:
             factor = factors.get(run.state.step, 1.0)
             backward = Accelerator.backward
             patch.setattr(Accelerator, "backward", lambda accelerator, loss: backward(accelerator, loss * factor))
             loss, counts = accumulate(run, micro_batches)
         return loss * factor, counts
 
-    monkeypatch.setattr(pretrain_mlm.Pretraining, "accumulate_gradients", changed)
+    train.monkeypatch.setattr(train.run_class, "accumulate_gradients", changed)
 
 
-def test_updates_that_are_not_finite_are_left_out(monkeypatch):
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_updates_that_are_not_finite_are_left_out(monkeypatch, kind):
     """Also over a stop: the weights are those of a run that has seen the same batches and updates."""
-    train = Trainer(monkeypatch, "text")
-    with_loss({3: float("nan"), 4: float("inf"), 8: float("nan")}, monkeypatch)
+    train = Trainer(monkeypatch, kind)
+    with_loss({3: float("nan"), 4: float("inf"), 8: float("nan")}, train)
     limit = ["--max_nonfinite_steps", "2"]
     train("--output_dir", "whole", *limit)
     train(*limit, stop=("sigterm", 3))
     train(*limit)
-    assert_same_run_but_for_losses(Path("out"), Path("whole"))
-    weights = load_file("out/model.safetensors")
+    folder = train.folder("out")
+    assert_same_run_but_for_losses(folder, train.folder("whole"))
+    weights = load_file(folder / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
-    optimizer = torch.load("out/checkpoint-10/optimizer.bin", weights_only=True)
+    optimizer = torch.load(folder / "checkpoint-10/optimizer.bin", weights_only=True)
     assert {int(each["step"]) for each in optimizer["state"].values()} == {7}
 
 
@@ -986,19 +988,22 @@ def assert_same_run_but_for_losses(folder, expected):
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6, msg=name)
 
 
-def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run(monkeypatch, capsys):
-    train = Trainer(monkeypatch, "text")
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run(monkeypatch, capsys, kind):
+    train = Trainer(monkeypatch, kind)
     expected = train("--output_dir", "whole")
-    with_loss({step: float("nan") for step in [1, 2, 5, 6, 7, 8]}, monkeypatch)
+    with_loss({step: float("nan") for step in [1, 2, 5, 6, 7, 8]}, train)
     train.argv += ["--max_nonfinite_steps", "2"]
     message = sentence(train, capsys)
-    files = "out/nonfinite-batch-8-process-*.safetensors"  # the same sentence in every process
+    folder = train.folder("out")
+    files = folder / "nonfinite-batch-8-process-*.safetensors"  # the same sentence in every process
     assert f"was not finite in 3 updates in a row, up to step 8, whose batches are in {files}: look at th" in message
-    batch = load_file("out/nonfinite-batch-8-process-0.safetensors")
+    batch = load_file(folder / "nonfinite-batch-8-process-0.safetensors")
+    assert len(batch) == sum(map(len, expected[7]))
     for number, micro_batch in enumerate(expected[7]):
         for name, tensor in micro_batch.items():
             assert torch.equal(batch[f"{number}.{name}"], tensor)
-    assert list_checkpoints(Path("out")) == [3, 6]
+    assert list_checkpoints(folder) == [3, 6]
 
 
 # A real run, killed
