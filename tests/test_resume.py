@@ -1009,25 +1009,54 @@ def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run(monkeypatch, 
 # A real run, killed
 
 
-def run_forked(argv, seconds):
-    """Run the script in a child and kill it after so many seconds. Returns its exit code."""
+def run_forked(module, argv, seconds=300):
+    """Run the script in a child and kill it after so many seconds. Returns the status it ended with."""
     child = os.fork()
     if child == 0:
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             tqdm.set_lock(threading.RLock())  # that of the parent, if it is killed with it, stays locked for both
-            sys.argv = [pretrain_mlm.__file__, *argv]
-            pretrain_mlm.main()
+            sys.argv = [module.__file__, *argv]
+            module.main()
             os._exit(0)
         finally:
             os._exit(1)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if os.waitpid(child, os.WNOHANG) != (0, 0):
-            return 0
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
         time.sleep(0.005)
     os.kill(child, signal.SIGKILL)
     return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(monkeypatch, kind):
+    """Before there is any; with all of one but its name; with the weights, but not what they consist of."""
+    train = Trainer(monkeypatch, kind)
+    train("--output_dir", "whole")
+    folder, replace = train.folder("out"), os.replace
+    moments = [
+        (".checkpoint-3.unfinished/trainer_state.json", []),
+        ("checkpoint-6", [3]),
+        (".checkpoint-9.unfinished/manifest.json", [3, 6]),
+    ]
+    for file, left in moments:
+
+        def replace_or_die(source, destination, file=file):
+            if Path(destination) == folder / file:
+                os.kill(os.getpid(), signal.SIGKILL)
+            replace(source, destination)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replace_or_die)
+            assert run_forked(train.module, train.argv) == signal.SIGKILL
+        assert len(list(folder.glob(".checkpoint-*.unfinished/model.safetensors"))) == 1
+        assert list_checkpoints(folder) == left
+    assert list(train()) == list(range(6, 10))
+    assert not list(folder.glob(".*"))
+    assert_same_run(folder, train.folder("whole"))
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
@@ -1037,11 +1066,11 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_whole_checkpoint(monk
     argv = [*train.argv, "--eval_steps", "1", "--max_steps", "5000", "--save_total_limit", "3"]
     moments = random.Random(0)
     started = time.monotonic()
-    assert run_forked([*argv, "--max_steps", "10", "--output_dir", "timed"], 60) == 0
+    assert run_forked(train.module, [*argv, "--max_steps", "10", "--output_dir", "timed"]) == 0
     ten_steps = time.monotonic() - started
     reached = 0
     for _ in range(kills):
-        assert run_forked(argv, moments.uniform(0.3, 2.5) * ten_steps) == signal.SIGKILL
+        assert run_forked(train.module, argv, moments.uniform(0.3, 2.5) * ten_steps) == signal.SIGKILL
         steps = list_checkpoints(Path("out"))
         for step in steps:
             read_checkpoint(Path(f"out/checkpoint-{step}"))
