@@ -1178,25 +1178,31 @@ def test_two_processes_go_on_with_noise_of_their_own(monkeypatch, tmp_path):
     assert_same_run(Path("out"), Path("whole"))
 
 
-def failures_of_two(train, tmp_path, *options):
-    """What two processes, started by hand, write and end with."""
+@contextlib.contextmanager
+def two_by_hand(command, tmp_path):
+    """Two processes of one run, without a launcher that would speak for them."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     env |= {"ACCELERATE_USE_CPU": "true", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, train.module.__file__, *train.argv, *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [
-        subprocess.Popen(command, env={**env, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, *command], env={**env, "RANK": rank, "LOCAL_RANK": rank}, **pipes)
         for rank in "01"
     ]
     try:
-        stderr = "".join(process.communicate(timeout=120)[1] for process in processes)
+        yield processes
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [2, 2], stderr
-    assert "Traceback" not in stderr
-    return stderr
+
+
+def output_of_two(processes, exit_code):
+    """What both have written once they have ended; no traceback is in it."""
+    output = "".join(process.communicate(timeout=300)[0] for process in processes)
+    assert [process.returncode for process in processes] == [exit_code] * 2, output
+    assert "Traceback" not in output
+    return output
 
 
 @pytest.mark.parametrize(
@@ -1216,7 +1222,37 @@ def test_data_that_cannot_be_trained_on_are_refused_by_all(monkeypatch, tmp_path
     """Too few for each of two processes, or none, or not what they should be, as the first process sees first."""
     train = Trainer(monkeypatch, kind)
     Path("empty.txt").write_text("\n")
-    assert sentence in failures_of_two(train, tmp_path, *options.split())
+    with two_by_hand([train.module.__file__, *train.argv, *options.split()], tmp_path) as processes:
+        assert sentence in output_of_two(processes, exit_code=2)
+
+
+READING = """
+import time
+from pathlib import Path
+from lion_transformers.scripts import pretrain_mlm
+from lion_transformers.scripts.arguments import run
+
+def read_for_ever(*_):
+    Path("reading").touch()
+    time.sleep(3600)
+
+pretrain_mlm.load_sequences = read_for_ever
+run(pretrain_mlm.main)
+"""
+
+
+def test_sigterm_before_training_ends_both_processes(monkeypatch, tmp_path):
+    """The first is reading data, the second waits for it."""
+    train = Trainer(monkeypatch, "text")
+    Path("reading.py").write_text(READING)
+    with two_by_hand(["reading.py", *train.argv], tmp_path) as processes:
+        while not Path("reading").exists():
+            assert all(process.poll() is None for process in processes), output_of_two(processes, exit_code=0)
+            time.sleep(0.05)
+        for process in processes:
+            process.terminate()
+        assert "stopped with nothing to save" in output_of_two(processes, exit_code=0)
+    assert not Path("out").exists()
 
 
 def test_a_stream_cannot_be_divided_otherwise(monkeypatch, capsys):
