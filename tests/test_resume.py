@@ -336,14 +336,6 @@ def test_what_a_run_has_seen_of_a_stream_is_not_read_again(monkeypatch):
     assert 1500 <= counts["shuffle_block"] <= 1500 + 1000 + 10  # the tokenizer has a block of its own
 
 
-@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
-def test_ctrl_c_stops_a_run_as_sigterm_does(monkeypatch, kind):
-    train = Trainer(monkeypatch, kind)
-    train(stop=("sigint", 4))
-    assert list_checkpoints(train.folder("out"))[-1] == 5
-    assert list(train("--resume_from_checkpoint", "latest")) == list(range(5, 10))
-
-
 @pytest.fixture
 def listening_to_ctrl_c():
     """A shell starts what runs in its background deaf to Ctrl-C, and tests may run there."""
@@ -353,12 +345,33 @@ def listening_to_ctrl_c():
 
 
 @pytest.mark.usefixtures("listening_to_ctrl_c")
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_ctrl_c_stops_a_run_as_sigterm_does(monkeypatch, kind):
+    train = Trainer(monkeypatch, kind)
+    train(stop=("sigint", 4))
+    assert list_checkpoints(train.folder("out"))[-1] == 5
+    assert list(train("--resume_from_checkpoint", "latest")) == list(range(5, 10))
+
+
+@pytest.mark.usefixtures("listening_to_ctrl_c")
 def test_a_second_ctrl_c_interrupts_at_once():
     with pytest.raises(KeyboardInterrupt), training.stopping_on_signals(SimpleNamespace()):
         signal.raise_signal(signal.SIGINT)
         assert training._stop.is_set()
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not training._stop.is_set()
+
+
+@pytest.mark.usefixtures("listening_to_ctrl_c")
+def test_a_run_that_was_started_deaf_to_ctrl_c_stays_so():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with training.stopping_on_signals(SimpleNamespace()):
+        signal.raise_signal(signal.SIGINT)
+        assert not training._stop.is_set()
+        signal.raise_signal(signal.SIGTERM)
+        assert training._stop.is_set()
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 LOADERS = {"text": "load_sequences", "GLUE": "load_task", "images": "load_splits"}
@@ -1272,6 +1285,7 @@ def test_a_stream_goes_on_with_as_many_processes_alone(monkeypatch):
         checkpoint.check_layout({**checkpoint.layout, "num_processes": 2})
 
 
+@pytest.mark.usefixtures("listening_to_ctrl_c")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_to_all_processes_of_a_run_is_one_to_the_run(monkeypatch, tmp_path, name):
     """As clusters and terminals send it: to the workers of the loader, too."""
@@ -1284,7 +1298,7 @@ def test_a_signal_to_all_processes_of_a_run_is_one_to_the_run(monkeypatch, tmp_p
             assert child.poll() is None, child.stderr.read()
             time.sleep(0.05)
         os.killpg(child.pid, signal.Signals[name])
-        _, stderr = child.communicate(timeout=60)
+        _, stderr = child.communicate(timeout=300)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
