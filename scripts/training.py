@@ -766,6 +766,11 @@ class TrainingRun:
         finally:
             self.batches.close()
             progress.close()
+        if state.nonfinite_steps and bar:
+            tqdm.write(
+                f"warning: the last {state.nonfinite_steps} of {state.step} updates were left out, because the loss or"
+                " its gradient was not finite"
+            )
         if self.load_best_model_at_end:
             if self.state.best_step is None:  # it has stopped early, before the first step that is saved
                 self.note_if_best(self.last_evaluation)

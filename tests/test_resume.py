@@ -995,6 +995,16 @@ def test_an_update_of_which_the_gradient_alone_is_not_finite_is_left_out(monkeyp
     assert {int(each["step"]) for each in optimizer["state"].values()} == {9}
 
 
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_a_run_whose_last_updates_were_left_out_says_so(monkeypatch, capsys, kind):
+    train = Trainer(monkeypatch, kind)
+    train("--output_dir", "whole")
+    assert "warning: the last" not in capsys.readouterr().out
+    with_loss({step: float("nan") for step in [5, 8, 9]}, train)
+    train()
+    assert capsys.readouterr().out.count("warning: the last 2 of 10 updates were left out, because the loss or") == 1
+
+
 def assert_same_run_but_for_losses(folder, expected):
     weights, expected_weights = (load_file(each / "model.safetensors") for each in (folder, expected))
     for name, tensor in expected_weights.items():
