@@ -418,13 +418,19 @@ def train_batches(
 
 
 def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> PreTrainedModel:
-    """A new model, or one to continue from, whose vocabulary covers the tokenizer's. Master weights are float32."""
+    """A new model, or one to continue from, whose vocabulary covers the tokenizer's. Master weights are float32.
+
+    Raises:
+        UsageError: `args.config` asks for a smaller vocabulary than the tokenizer's.
+    """
     multiple = args.pad_vocab_to_multiple_of
     padded_vocab_size = math.ceil(len(tokenizer) / multiple) * multiple
     for_tokenizer = {"vocab_size": padded_vocab_size, "pad_token_id": tokenizer.pad_token_id}
     model = build_model(args, AutoModelForMaskedLM, {} if args.model_name_or_path else for_tokenizer)
     check_max_seq_length(model.config, max_seq_length)
-    if model.config.vocab_size < len(tokenizer):
+    if (size := model.config.vocab_size) < len(tokenizer):
+        if "vocab_size" in args.config:
+            raise UsageError(f"the tokenizer has {len(tokenizer)} tokens, the model only {size}, by its vocab_size.")
         model.resize_token_embeddings(padded_vocab_size)
     return model
 

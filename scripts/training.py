@@ -365,13 +365,17 @@ def leaving_on_sigterm() -> Iterator[None]:
 def stopping_on_signals(accelerator: Accelerator) -> Iterator[None]:
     """Let a run end by itself when a process is sent SIGTERM or SIGINT: with a checkpoint, and exit code 0.
 
-    A second SIGINT interrupts it at once.
+    A second SIGINT interrupts it at once. Where SIGINT is ignored, as in what a shell starts in its background, it
+    stays so: Ctrl-C is meant for another.
     """
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    ctrl_c = signal.getsignal(signal.SIGINT)
+    before = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
+    if ctrl_c is not signal.SIG_IGN:
+        before[signal.SIGINT] = ctrl_c
 
     def request_stop(*_: Any) -> None:
         _stop.set()
-        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        signal.signal(signal.SIGINT, ctrl_c)
 
     try:
         for number in before:
@@ -762,6 +766,11 @@ class TrainingRun:
         finally:
             self.batches.close()
             progress.close()
+        if state.nonfinite_steps and bar:
+            tqdm.write(
+                f"warning: the last {state.nonfinite_steps} of {state.step} updates were left out, because the loss or"
+                " its gradient was not finite"
+            )
         if self.load_best_model_at_end:
             if self.state.best_step is None:  # it has stopped early, before the first step that is saved
                 self.note_if_best(self.last_evaluation)

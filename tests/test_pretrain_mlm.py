@@ -553,6 +553,14 @@ def test_the_vocabulary_is_padded(tokenizer):
     )
 
 
+def test_a_vocabulary_that_is_asked_for_is_kept_or_refused(tokenizer):
+    for size in [20, 50]:
+        model = load_model(ModelArguments("bert", config={**TINY, "vocab_size": size}), tokenizer, 16)
+        assert model.config.vocab_size == size
+    with pytest.raises(UsageError, match=r"^the tokenizer has 20 tokens, the model only 19, by its vocab_size\.$"):
+        load_model(ModelArguments("bert", config={**TINY, "vocab_size": 19}), tokenizer, 16)
+
+
 def test_training_can_continue_from_a_model_with_a_smaller_vocabulary(tokenizer, tiny_bert, tmp_path):
     tiny_bert.resize_token_embeddings(10)
     tiny_bert.to(torch.bfloat16).save_pretrained(tmp_path / "model")

@@ -336,14 +336,6 @@ def test_what_a_run_has_seen_of_a_stream_is_not_read_again(monkeypatch):
     assert 1500 <= counts["shuffle_block"] <= 1500 + 1000 + 10  # the tokenizer has a block of its own
 
 
-@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
-def test_ctrl_c_stops_a_run_as_sigterm_does(monkeypatch, kind):
-    train = Trainer(monkeypatch, kind)
-    train(stop=("sigint", 4))
-    assert list_checkpoints(train.folder("out"))[-1] == 5
-    assert list(train("--resume_from_checkpoint", "latest")) == list(range(5, 10))
-
-
 @pytest.fixture
 def listening_to_ctrl_c():
     """A shell starts what runs in its background deaf to Ctrl-C, and tests may run there."""
@@ -353,12 +345,33 @@ def listening_to_ctrl_c():
 
 
 @pytest.mark.usefixtures("listening_to_ctrl_c")
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_ctrl_c_stops_a_run_as_sigterm_does(monkeypatch, kind):
+    train = Trainer(monkeypatch, kind)
+    train(stop=("sigint", 4))
+    assert list_checkpoints(train.folder("out"))[-1] == 5
+    assert list(train("--resume_from_checkpoint", "latest")) == list(range(5, 10))
+
+
+@pytest.mark.usefixtures("listening_to_ctrl_c")
 def test_a_second_ctrl_c_interrupts_at_once():
     with pytest.raises(KeyboardInterrupt), training.stopping_on_signals(SimpleNamespace()):
         signal.raise_signal(signal.SIGINT)
         assert training._stop.is_set()
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not training._stop.is_set()
+
+
+@pytest.mark.usefixtures("listening_to_ctrl_c")
+def test_a_run_that_was_started_deaf_to_ctrl_c_stays_so():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with training.stopping_on_signals(SimpleNamespace()):
+        signal.raise_signal(signal.SIGINT)
+        assert not training._stop.is_set()
+        signal.raise_signal(signal.SIGTERM)
+        assert training._stop.is_set()
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 LOADERS = {"text": "load_sequences", "GLUE": "load_task", "images": "load_splits"}
@@ -844,7 +857,7 @@ def test_a_full_disk_at_the_end_of_a_run_costs_no_update(monkeypatch, capsys, ki
 
 def test_no_room_for_the_log_or_for_the_batch_that_is_not_finite_is_one_sentence(monkeypatch, capsys):
     train = Trainer(monkeypatch, "text")
-    with_loss({4: float("nan")}, monkeypatch)
+    with_loss({4: float("nan")}, train)
     for owner, name, file in [(Accelerator, "log", "runs"), (training, "save_file", "nonfinite-batch-5-process-0.sa")]:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, full)
@@ -941,33 +954,35 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_done(trai
     assert message.endswith("cannot write into output_dir file/out: Not a directory.")
 
 
-def with_loss(factors, monkeypatch):
+def with_loss(factors, train):
     """Multiply the loss after each number of updates by a factor."""
-    accumulate = pretrain_mlm.Pretraining.accumulate_gradients
+    accumulate = train.run_class.accumulate_gradients
 
     def changed(run, micro_batches):
-        with monkeypatch.context() as patch:
+        with train.monkeypatch.context() as patch:
             factor = factors.get(run.state.step, 1.0)
             backward = Accelerator.backward
             patch.setattr(Accelerator, "backward", lambda accelerator, loss: backward(accelerator, loss * factor))
             loss, counts = accumulate(run, micro_batches)
         return loss * factor, counts
 
-    monkeypatch.setattr(pretrain_mlm.Pretraining, "accumulate_gradients", changed)
+    train.monkeypatch.setattr(train.run_class, "accumulate_gradients", changed)
 
 
-def test_updates_that_are_not_finite_are_left_out(monkeypatch):
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_updates_that_are_not_finite_are_left_out(monkeypatch, kind):
     """Also over a stop: the weights are those of a run that has seen the same batches and updates."""
-    train = Trainer(monkeypatch, "text")
-    with_loss({3: float("nan"), 4: float("inf"), 8: float("nan")}, monkeypatch)
+    train = Trainer(monkeypatch, kind)
+    with_loss({3: float("nan"), 4: float("inf"), 8: float("nan")}, train)
     limit = ["--max_nonfinite_steps", "2"]
     train("--output_dir", "whole", *limit)
     train(*limit, stop=("sigterm", 3))
     train(*limit)
-    assert_same_run_but_for_losses(Path("out"), Path("whole"))
-    weights = load_file("out/model.safetensors")
+    folder = train.folder("out")
+    assert_same_run_but_for_losses(folder, train.folder("whole"))
+    weights = load_file(folder / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
-    optimizer = torch.load("out/checkpoint-10/optimizer.bin", weights_only=True)
+    optimizer = torch.load(folder / "checkpoint-10/optimizer.bin", weights_only=True)
     assert {int(each["step"]) for each in optimizer["state"].values()} == {7}
 
 
@@ -980,49 +995,91 @@ def test_an_update_of_which_the_gradient_alone_is_not_finite_is_left_out(monkeyp
     assert {int(each["step"]) for each in optimizer["state"].values()} == {9}
 
 
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_a_run_whose_last_updates_were_left_out_says_so(monkeypatch, capsys, kind):
+    train = Trainer(monkeypatch, kind)
+    train("--output_dir", "whole")
+    assert "warning: the last" not in capsys.readouterr().out
+    with_loss({step: float("nan") for step in [5, 8, 9]}, train)
+    train()
+    assert capsys.readouterr().out.count("warning: the last 2 of 10 updates were left out, because the loss or") == 1
+
+
 def assert_same_run_but_for_losses(folder, expected):
     weights, expected_weights = (load_file(each / "model.safetensors") for each in (folder, expected))
     for name, tensor in expected_weights.items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6, msg=name)
 
 
-def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run(monkeypatch, capsys):
-    train = Trainer(monkeypatch, "text")
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run(monkeypatch, capsys, kind):
+    train = Trainer(monkeypatch, kind)
     expected = train("--output_dir", "whole")
-    with_loss({step: float("nan") for step in [1, 2, 5, 6, 7, 8]}, monkeypatch)
+    with_loss({step: float("nan") for step in [1, 2, 5, 6, 7, 8]}, train)
     train.argv += ["--max_nonfinite_steps", "2"]
     message = sentence(train, capsys)
-    files = "out/nonfinite-batch-8-process-*.safetensors"  # the same sentence in every process
+    folder = train.folder("out")
+    files = folder / "nonfinite-batch-8-process-*.safetensors"  # the same sentence in every process
     assert f"was not finite in 3 updates in a row, up to step 8, whose batches are in {files}: look at th" in message
-    batch = load_file("out/nonfinite-batch-8-process-0.safetensors")
+    batch = load_file(folder / "nonfinite-batch-8-process-0.safetensors")
+    assert len(batch) == sum(map(len, expected[7]))
     for number, micro_batch in enumerate(expected[7]):
         for name, tensor in micro_batch.items():
             assert torch.equal(batch[f"{number}.{name}"], tensor)
-    assert list_checkpoints(Path("out")) == [3, 6]
+    assert list_checkpoints(folder) == [3, 6]
 
 
 # A real run, killed
 
 
-def run_forked(argv, seconds):
-    """Run the script in a child and kill it after so many seconds. Returns its exit code."""
+def run_forked(module, argv, seconds=300):
+    """Run the script in a child and kill it after so many seconds. Returns the status it ended with."""
     child = os.fork()
     if child == 0:
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             tqdm.set_lock(threading.RLock())  # that of the parent, if it is killed with it, stays locked for both
-            sys.argv = [pretrain_mlm.__file__, *argv]
-            pretrain_mlm.main()
+            sys.argv = [module.__file__, *argv]
+            module.main()
             os._exit(0)
         finally:
             os._exit(1)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if os.waitpid(child, os.WNOHANG) != (0, 0):
-            return 0
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
         time.sleep(0.005)
     os.kill(child, signal.SIGKILL)
     return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize("kind", ["text", "GLUE", "images"])
+def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(monkeypatch, kind):
+    """Before there is any; with all of one but its name; with the weights, but not what they consist of."""
+    train = Trainer(monkeypatch, kind)
+    train("--output_dir", "whole")
+    folder, replace = train.folder("out"), os.replace
+    moments = [
+        (".checkpoint-3.unfinished/trainer_state.json", []),
+        ("checkpoint-6", [3]),
+        (".checkpoint-9.unfinished/manifest.json", [3, 6]),
+    ]
+    for file, left in moments:
+
+        def replace_or_die(source, destination, file=file):
+            if Path(destination) == folder / file:
+                os.kill(os.getpid(), signal.SIGKILL)
+            replace(source, destination)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replace_or_die)
+            assert run_forked(train.module, train.argv) == signal.SIGKILL
+        assert len(list(folder.glob(".checkpoint-*.unfinished/model.safetensors"))) == 1
+        assert list_checkpoints(folder) == left
+    assert list(train()) == list(range(6, 10))
+    assert not list(folder.glob(".*"))
+    assert_same_run(folder, train.folder("whole"))
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
@@ -1032,11 +1089,11 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_whole_checkpoint(monk
     argv = [*train.argv, "--eval_steps", "1", "--max_steps", "5000", "--save_total_limit", "3"]
     moments = random.Random(0)
     started = time.monotonic()
-    assert run_forked([*argv, "--max_steps", "10", "--output_dir", "timed"], 60) == 0
+    assert run_forked(train.module, [*argv, "--max_steps", "10", "--output_dir", "timed"]) == 0
     ten_steps = time.monotonic() - started
     reached = 0
     for _ in range(kills):
-        assert run_forked(argv, moments.uniform(0.3, 2.5) * ten_steps) == signal.SIGKILL
+        assert run_forked(train.module, argv, moments.uniform(0.3, 2.5) * ten_steps) == signal.SIGKILL
         steps = list_checkpoints(Path("out"))
         for step in steps:
             read_checkpoint(Path(f"out/checkpoint-{step}"))
@@ -1144,25 +1201,31 @@ def test_two_processes_go_on_with_noise_of_their_own(monkeypatch, tmp_path):
     assert_same_run(Path("out"), Path("whole"))
 
 
-def failures_of_two(train, tmp_path, *options):
-    """What two processes, started by hand, write and end with."""
+@contextlib.contextmanager
+def two_by_hand(command, tmp_path):
+    """Two processes of one run, without a launcher that would speak for them."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     env |= {"ACCELERATE_USE_CPU": "true", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, train.module.__file__, *train.argv, *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [
-        subprocess.Popen(command, env={**env, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, *command], env={**env, "RANK": rank, "LOCAL_RANK": rank}, **pipes)
         for rank in "01"
     ]
     try:
-        stderr = "".join(process.communicate(timeout=120)[1] for process in processes)
+        yield processes
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [2, 2], stderr
-    assert "Traceback" not in stderr
-    return stderr
+
+
+def output_of_two(processes, exit_code):
+    """What both have written once they have ended; no traceback is in it."""
+    output = "".join(process.communicate(timeout=300)[0] for process in processes)
+    assert [process.returncode for process in processes] == [exit_code] * 2, output
+    assert "Traceback" not in output
+    return output
 
 
 @pytest.mark.parametrize(
@@ -1182,7 +1245,37 @@ def test_data_that_cannot_be_trained_on_are_refused_by_all(monkeypatch, tmp_path
     """Too few for each of two processes, or none, or not what they should be, as the first process sees first."""
     train = Trainer(monkeypatch, kind)
     Path("empty.txt").write_text("\n")
-    assert sentence in failures_of_two(train, tmp_path, *options.split())
+    with two_by_hand([train.module.__file__, *train.argv, *options.split()], tmp_path) as processes:
+        assert sentence in output_of_two(processes, exit_code=2)
+
+
+READING = """
+import time
+from pathlib import Path
+from lion_transformers.scripts import pretrain_mlm
+from lion_transformers.scripts.arguments import run
+
+def read_for_ever(*_):
+    Path("reading").touch()
+    time.sleep(3600)
+
+pretrain_mlm.load_sequences = read_for_ever
+run(pretrain_mlm.main)
+"""
+
+
+def test_sigterm_before_training_ends_both_processes(monkeypatch, tmp_path):
+    """The first is reading data, the second waits for it."""
+    train = Trainer(monkeypatch, "text")
+    Path("reading.py").write_text(READING)
+    with two_by_hand(["reading.py", *train.argv], tmp_path) as processes:
+        while not Path("reading").exists():
+            assert all(process.poll() is None for process in processes), output_of_two(processes, exit_code=0)
+            time.sleep(0.05)
+        for process in processes:
+            process.terminate()
+        assert "stopped with nothing to save" in output_of_two(processes, exit_code=0)
+    assert not Path("out").exists()
 
 
 def test_a_stream_cannot_be_divided_otherwise(monkeypatch, capsys):
@@ -1202,6 +1295,7 @@ def test_a_stream_goes_on_with_as_many_processes_alone(monkeypatch):
         checkpoint.check_layout({**checkpoint.layout, "num_processes": 2})
 
 
+@pytest.mark.usefixtures("listening_to_ctrl_c")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_to_all_processes_of_a_run_is_one_to_the_run(monkeypatch, tmp_path, name):
     """As clusters and terminals send it: to the workers of the loader, too."""
@@ -1214,7 +1308,7 @@ def test_a_signal_to_all_processes_of_a_run_is_one_to_the_run(monkeypatch, tmp_p
             assert child.poll() is None, child.stderr.read()
             time.sleep(0.05)
         os.killpg(child.pid, signal.Signals[name])
-        _, stderr = child.communicate(timeout=60)
+        _, stderr = child.communicate(timeout=300)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

@@ -37,7 +37,7 @@ def fails_with(module, monkeypatch, capsys, *argv):
 def run_command(command, tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     env |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
-    return subprocess.run([str(part) for part in command], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([str(part) for part in command], env=env, capture_output=True, text=True, timeout=300)
 
 
 def run_and_check(command, tmp_path):
