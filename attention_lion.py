@@ -211,8 +211,8 @@ def _check_options(mode, direction, diagonal, chunk_size, eps, dropout_p, return
     for name, (value, accepted) in choices.items():
         if value not in accepted:
             raise ValueError(f"`{name}` must be one of {', '.join(map(repr, accepted))}, got {value!r}")
-    if chunk_size < 1:
-        raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}")
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"`chunk_size` must be at least 1 and an integer, got {chunk_size}")
     if eps <= 0:
         raise ValueError(f"`eps` must be greater than 0, got {eps}")
     if mode != "parallel" and (dropout_p > 0 or return_weights):

@@ -162,6 +162,10 @@ class LionImageEmbeddings(nn.Module):
                 f"`pixel_values` must be (batch, {num_channels} channels, height, width), "
                 f"got shape {tuple(pixel_values.shape)}"
             )
+        if not pixel_values.is_floating_point():
+            raise ValueError(
+                f"`pixel_values` must be floating point, as image processors make, got {pixel_values.dtype}"
+            )
         _check_finite("pixel_values", pixel_values)
         tokens = self.projection(self._pad(pixel_values).to(self.projection.weight.dtype))
         tokens = tokens.flatten(2).transpose(1, 2)  # (batch, height · width in patches, hidden_size)
@@ -770,6 +774,15 @@ class LionModel(LionPreTrainedModel):
                 raise ValueError(
                     "You must specify exactly one of input_ids or inputs_embeds, no pixel_values: the model reads text"
                 )
+            _check_tensors(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                token_type_ids=token_type_ids,
+                position_ids=position_ids,
+                inputs_embeds=inputs_embeds,
+                seq_idx=seq_idx,
+                cu_seq_lens_q=cu_seq_lens_q,
+            )
             shape = _text_shape(input_ids, inputs_embeds, self.config.hidden_size)
             attention_mask = _key_mask(attention_mask, shape)
             segment_ids = _segment_ids(shape, attention_mask, position_ids, seq_idx, cu_seq_lens_q)
@@ -811,13 +824,15 @@ class LionModel(LionPreTrainedModel):
         return mode
 
 
+def _check_tensors(**inputs: torch.Tensor | None):
+    for name, values in inputs.items():
+        if values is not None and not isinstance(values, torch.Tensor):
+            raise TypeError(f"`{name}` must be a tensor, got {type(values)}: give tokenizers return_tensors='pt'")
+
+
 def _text_shape(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, hidden_size: int) -> torch.Size:
     """(batch, length) of one of the two."""
     if inputs_embeds is None:
-        if not isinstance(input_ids, torch.Tensor):
-            raise TypeError(
-                f"`input_ids` must be a tensor, got {type(input_ids)}: give tokenizers return_tensors='pt'"
-            )
         if input_ids.ndim != 2 or 0 in input_ids.shape:
             raise ValueError(
                 f"`input_ids` must be (batch, length), both at least 1, got shape {tuple(input_ids.shape)}"
@@ -1034,6 +1049,7 @@ def _count_targets(labels: torch.Tensor, kwargs: dict, ignore_index: int = -100)
 
 def _check_labels(labels: torch.Tensor, shape: torch.Size, num_classes: int | None = None, name: str = "labels"):
     """Class ids of `shape`; those of whole sequences may have an axis of 1 behind it."""
+    _check_tensors(**{name: labels})
     if labels.dtype != torch.int64:
         raise ValueError(f"`{name}` must be int64, got {labels.dtype}")
     if is_tracing(labels):
@@ -1050,6 +1066,7 @@ def _check_labels(labels: torch.Tensor, shape: torch.Size, num_classes: int | No
 
 
 def _check_classification_labels(config: LionConfig, logits: torch.Tensor, labels: torch.Tensor):
+    _check_tensors(labels=labels)
     problem = config.problem_type
     if problem is None and config.num_labels > 1:  # as the library tells them apart
         problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
@@ -1063,6 +1080,7 @@ def _check_classification_labels(config: LionConfig, logits: torch.Tensor, label
                 f"`labels` must be (outputs, num_labels) = {tuple(logits.shape)}, got shape {tuple(labels.shape)} "
                 f"of {labels.dtype} (class ids are int64)"
             )
+        _check_finite("labels", labels)
 
 
 def _classification_loss(
@@ -1184,6 +1202,13 @@ class LionForMultipleChoice(LionPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        _check_tensors(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+        )
         if input_ids is not None and input_ids.ndim != 3:
             raise ValueError(f"`input_ids` must be (batch, num_choices, length), got shape {tuple(input_ids.shape)}")
         num_choices = (input_ids if input_ids is not None else inputs_embeds).shape[1]

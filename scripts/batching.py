@@ -175,7 +175,7 @@ def endless_batches(
 def too_small(batch_size: int, unit: str, num_processes: int) -> UsageError:
     return UsageError(
         f"the training data are too small for one batch of {batch_size} {unit} on each of {num_processes} devices:"
-        " give a smaller per_device_train_batch_size."
+        " give more of them, or a smaller per_device_train_batch_size."
     )
 
 

@@ -196,9 +196,21 @@ def _read_files(task: Task, folder: Path) -> dict[str, Dataset]:
         found = [folder / f"{split}.{ending}" for ending in FILE_ENDINGS if (folder / f"{split}.{ending}").is_file()]
         if found:
             splits[split] = load_dataset(**files_arguments(train=[str(found[0])]), split="train")
+            if found[0].suffix == ".csv":
+                _check_cells(task, splits[split], found[0])
     if not splits:
         raise UsageError(f"{folder} has neither train.tsv nor train.{', train.'.join(FILE_ENDINGS)}.")
     return splits
+
+
+def _check_cells(task: Task, rows: Dataset, file: Path) -> None:
+    """Refuse texts that are missing. (In GLUE's own formats they are texts like others.)"""
+    for column in {*task.columns} & {*rows.column_names}:
+        for row, text in enumerate(rows[:][column]):
+            if isinstance(text, str) and not text.strip():
+                raise UsageError(
+                    f"row {row} of {file} has no text in column {column}: fill it in or leave the row out."
+                )
 
 
 def _read_tsv_files(task: Task, folder: Path) -> dict[str, Dataset]:

@@ -177,11 +177,13 @@ def _read_folder(folder: str) -> Dataset:
             raise UsageError(f"the folder {part} has no images.")
     # Not by data_dir, which would look for splits in the names of the folders.
     files = {"train": str(Path(escape(folder), "**"))}
-    return load_dataset("imagefolder", data_files=files, drop_labels=False, split="train")
+    with loading(folder):
+        return load_dataset("imagefolder", data_files=files, drop_labels=False, split="train")
 
 
 def _read_file(file: str, image_column: str | None) -> Dataset:
-    rows = load_dataset(**files_arguments(train=[file]), split="train")
+    with loading(file):
+        rows = load_dataset(**files_arguments(train=[file]), split="train")
     column = find_image_column(rows, image_column, file)
     if _is_text(rows.features[column]):
         rows = rows.map(_resolve_paths, batched=True, fn_kwargs={"column": column, "file": file})

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
+from datasets.arrow_writer import SchemaInferenceError
 from datasets.exceptions import DatasetsError
 from pyarrow import ArrowException
 
@@ -39,8 +40,8 @@ def loading(source: str, **of_splits: str) -> Iterator[None]:
         reason = error.__cause__ or error  # "An error occurred while generating the dataset" has one
         if getattr(reason, "errno", None) in DISK_ERRORS:
             raise _no_room(reason) from error
-        if empty := re.search(r'"(\w+)" corresponds to no data', str(reason)):
-            source = of_splits.get(empty[1], source)
+        if empty := _split_without_rows(reason, error):
+            source = of_splits.get(empty, source)
             raise UsageError(f"{source} has no rows: it has a header but nothing below it, or no files.") from error
         raise UsageError(f"cannot load {file_being_read(reason) or source}: {one_line(reason)}") from error
 
@@ -102,6 +103,16 @@ def _no_room(error: OSError) -> UsageError:
         f"cannot write into {datasets.config.HF_DATASETS_CACHE}, where datasets keeps what it has read:"
         f" {one_line(error)}; make room there, or set HF_DATASETS_CACHE to another folder."
     )
+
+
+def _split_without_rows(reason: BaseException, error: BaseException) -> str | None:
+    """Its name, where that is what `datasets` has to say."""
+    if named := re.search(r'"(\w+)" corresponds to no data', str(reason)):
+        return named[1]
+    if isinstance(reason, SchemaInferenceError):  # of a file in which there is nothing to infer types from
+        written = [frame.f_locals.get("split_generator") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        return next((generator.name for generator in reversed(written) if generator), None)
+    return None
 
 
 def file_being_read(error: BaseException) -> str | None:

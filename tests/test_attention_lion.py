@@ -954,6 +954,7 @@ def test_dropout_drops_weights_after_normalisation():
     [
         ({"mode": "fast"}, ["`mode`", "'fast'", "'parallel'", "'chunk'", "'rnn'"]),
         ({"chunk_size": 0}, ["`chunk_size`", "at least 1", "0"]),
+        ({"chunk_size": 2.5}, ["`chunk_size`", "an integer", "2.5"]),
         ({"eps": 0.0}, ["`eps`", "greater than 0", "0.0"]),
         ({"log_decay": torch.full((3,), 0.5)}, ["`log_decay`", "≤ 0", "0.5"]),
         ({"log_decay": torch.full((2, 3, 20), 1e-3)}, ["`log_decay`", "≤ 0", "0.001"]),

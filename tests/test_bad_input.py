@@ -193,12 +193,15 @@ def test_every_text_head_refuses_what_its_encoder_does(cls, changes, message):
         build(cls, decay_type="none")(**inputs)
 
 
-@pytest.mark.parametrize("cls", [LionModel, LionForMaskedLM])
-def test_lists_are_no_tensors(cls):
-    with pytest.raises(
-        TypeError, match="`input_ids` must be a tensor, got <class 'list'>: give tokenizers return_tenso"
-    ):
-        build(cls)([[1, 2, 3]])
+@pytest.mark.parametrize(
+    "name", ["input_ids", "attention_mask", "token_type_ids", "position_ids", "seq_idx", "labels"]
+)
+@pytest.mark.parametrize("cls", [LionForMaskedLM, LionForSequenceClassification, LionForMultipleChoice])
+def test_lists_are_no_tensors(cls, name):
+    ids = IDS[:, None] if cls is LionForMultipleChoice else IDS
+    message = f"`{name}` must be a tensor, got <class 'list'>: give tokenizers return_tensors='pt'"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        build(cls)(**{"input_ids": ids, name: ids.tolist()})
 
 
 @pytest.mark.parametrize("decay_type", ["fixed", "selective"])
@@ -223,6 +226,7 @@ def test_token_ids_may_be_int32():
         (changed(PIXELS, torch.nan), "`pixel_values` must be finite, got NaN or infinite values"),
         (changed(PIXELS, -torch.inf), "`pixel_values` must be finite, got NaN or infinite values"),
         (changed(PIXELS, torch.nan).bfloat16(), "`pixel_values` must be finite, got NaN or infinite values"),
+        (PIXELS.to(torch.uint8), "`pixel_values` must be floating point, as image processors make, got torch.uint8"),
     ],
 )
 def test_images(cls, pixels, message):
@@ -300,6 +304,13 @@ ANY_LABEL = "from 0 to {}, or -100 where nothing is to be predicted, got"
             "`labels` must be floating point for several labels at once, got torch.int64",
         ),
         (LionForSequenceClassification, {"num_labels": 1}, full(0, 3).float(), "(outputs, num_labels) = (2, 1), got"),
+        (LionForSequenceClassification, {"num_labels": 1}, full(torch.nan, 2, dtype=torch.float32), "must be finite"),
+        (
+            LionForSequenceClassification,
+            {},
+            full(torch.inf, 2, 3, dtype=torch.float32),
+            "`labels` must be finite, got",
+        ),
     ],
 )
 def test_labels_of_text_models(cls, config, labels, message):
@@ -577,7 +588,9 @@ def test_a_saved_configuration_keeps_settings_that_it_does_not_know(tmp_path):
 def test_a_batch_larger_than_the_data_is_refused(any_run, module, monkeypatch, capsys):
     arguments = [*any_run[module], "--per_device_train_batch_size", "1000"]
     error = training_checks.fails_with(module, monkeypatch, capsys, *arguments)
-    assert "batch of 1000" in error and error.endswith(": give a smaller per_device_train_batch_size.")
+    assert "batch of 1000" in error and error.endswith(
+        ": give more of them, or a smaller per_device_train_batch_size."
+    )
 
 
 @pytest.mark.parametrize("how", ["model_name_or_path", "config_name"])
@@ -617,6 +630,12 @@ def test_a_table_that_has_only_a_header_is_refused(corpus, monkeypatch, capsys, 
     assert error.startswith(
         f"pretrain_mlm.py: error: {name} " + ("is empty" if options else "has no rows: it has a header")
     )
+
+
+def test_a_file_of_null_bytes_is_named(corpus, monkeypatch, capsys):
+    Path("null.txt").write_bytes(bytes(5000))
+    error = pretraining_fails(monkeypatch, capsys, *corpus, "--train_file", "null.txt")
+    assert error.startswith("pretrain_mlm.py: error: null.txt has no rows")
 
 
 @pytest.mark.parametrize(
@@ -744,6 +763,7 @@ def test_a_text_of_50_megabytes_is_refused_in_glue(any_run, monkeypatch, capsys)
             b"sentence,label\ngood,1\nbad,\n",
             "row 1 of the train split of data/sst2 has the label '', not one of",
         ),
+        ("csv", b"sentence,label\ngood,1\n,0\n", "row 1 of data/sst2/train.csv has no text in column sentence: fill"),
         ("csv", b"text,label\ngood,1\n", "data/sst2 has no column sentence; its columns are text, label."),
         ("csv", b"sentence,label\ngood,2\n", "has the label 2, not one of negative, positive."),
     ],

@@ -1234,7 +1234,7 @@ def output_of_two(processes, exit_code):
         (
             "streamed text",
             "--train_file 0.txt empty.txt",
-            "small for one batch of 4 sequences on each of 2 devices: give a smaller",
+            "small for one batch of 4 sequences on each of 2 devices: give more of them",
         ),
         ("text", "--train_file empty.txt", "the training text is too small for one sequence of 16 tokens."),
         ("GLUE", "--data_dir nowhere", "error: there is no "),

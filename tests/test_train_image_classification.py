@@ -1163,7 +1163,7 @@ def test_expected_failures_are_one_sentence(colors, monkeypatch, capsys):
         monkeypatch, capsys, *TINY_MODEL, "--train_file=one.csv", "--output_dir=out"
     )
     assert "there is no folder nowhere" in failure("--train_dir", "nowhere")
-    assert "empty valid has no rows" in failure("--train_dir", "empty")
+    assert "error: empty has no rows" in failure("--train_dir", "empty")
     assert "the label yellow in train more is not among the 3" in failure("--validation_dir", "more")
     assert "cannot load nobody/nothing" in fails_with(
         monkeypatch, capsys, *TINY_MODEL, "--output_dir=out", "--dataset_name=nobody/nothing"
