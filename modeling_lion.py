@@ -1202,30 +1202,21 @@ class LionForMultipleChoice(LionPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-        _check_tensors(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-        )
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+        }
+        _check_tensors(**inputs)
         if input_ids is not None and input_ids.ndim != 3:
             raise ValueError(f"`input_ids` must be (batch, num_choices, length), got shape {tuple(input_ids.shape)}")
-        num_choices = (input_ids if input_ids is not None else inputs_embeds).shape[1]
-        tensors = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds = (
-            None if tensor is None else tensor.flatten(0, 1) for tensor in tensors
-        )
-        outputs = self.lion(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
+        batch, num_choices = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+        inputs = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in inputs.items()}
+        outputs = self.lion(**inputs, **kwargs)
         is_eager = not is_tracing(outputs.pooler_output)
-        if is_eager and len(outputs.pooler_output) != len(input_ids if input_ids is not None else inputs_embeds):
+        if is_eager and len(outputs.pooler_output) != batch * num_choices:
             raise ValueError("LionForMultipleChoice takes one sequence a choice, but `position_ids` begin several")
         logits = self.classifier(self.dropout(outputs.pooler_output)).view(-1, num_choices)
 
