@@ -88,9 +88,9 @@ def lion_attention(
 
     Everything is computed and accumulated in float32, also under autocast and for half-precision inputs; float64
     inputs stay float64 throughout. The exception is bfloat16, in the parallel form and, under decays, in the chunk
-    form: gates, states from block to block and sums are float32, while factors and results of products are rounded to
-    bfloat16. All three modes have the same values and the same gradients. (Only the parallel form can be
-    differentiated twice.)
+    form: gates, and states from block to block, are float32, while factors and results of products, row sums among
+    them, are rounded to bfloat16. All three modes have the same values and the same gradients. (Only the parallel form
+    can be differentiated twice.)
 
     Args:
         q: Queries after feature map, `(batch, heads, length, head_dim)`.
@@ -212,7 +212,7 @@ def _check_options(mode, direction, diagonal, chunk_size, eps, dropout_p, return
         if value not in accepted:
             raise ValueError(f"`{name}` must be one of {', '.join(map(repr, accepted))}, got {value!r}")
     if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"`chunk_size` must be at least 1 and an integer, got {chunk_size}")
+        raise ValueError(f"`chunk_size` must be at least 1 and an integer, got {chunk_size!r}")
     if eps <= 0:
         raise ValueError(f"`eps` must be greater than 0, got {eps}")
     if mode != "parallel" and (dropout_p > 0 or return_weights):
@@ -261,7 +261,7 @@ def _product_dtype(q, k, v):
 
 
 def _sum_dtype(dtype):
-    """The dtype of decays, states and row sums."""
+    """The dtype of gates, of states and of divisors."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

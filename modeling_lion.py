@@ -366,7 +366,7 @@ def _multiply(
 
 
 def _multiply_by_onednn(x, weight, bias=None, activation="none"):
-    """`x @ weight.mT`, whatever the strides of both."""
+    """`activation(x @ weight.mT + bias)`, whatever the strides of `x` and `weight`."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], "none")
 
 
@@ -376,7 +376,7 @@ def _rows(output):
 
 
 class _OneDNNLinear(torch.autograd.Function):
-    """`_multiply` with its derivative by oneDNN. It keeps what a linear layer keeps, its inputs and weights.
+    """`_multiply` with its derivative, by oneDNN where that is faster. It keeps what a linear layer keeps, its inputs and weights.
 
     The output is that of `_multiply` as it is: one that was a view could not be changed in place.
     """
@@ -395,6 +395,7 @@ class _OneDNNLinear(torch.autograd.Function):
         # To be differentiated again, or batched as torch.autograd.grad can have it: oneDNN's products are neither.
         if not (torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad)):
             of_x = _multiply_by_onednn
+            # Beyond, and in bfloat16, PyTorch's own product over all tokens takes no longer.
             if len(x) < TOKENS_OF_CONVOLUTION and x.dtype == torch.float32:
                 of_weight = _multiply_by_onednn
         with maybe_autocast("cpu", enabled=False):
