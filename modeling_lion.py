@@ -376,7 +376,8 @@ def _rows(output):
 
 
 class _OneDNNLinear(torch.autograd.Function):
-    """`_multiply` with its derivative, by oneDNN where that is faster. It keeps what a linear layer keeps, its inputs and weights.
+    """`_multiply` with its derivative, by oneDNN where that is faster. It keeps what a linear layer keeps, its inputs
+    and weights.
 
     The output is that of `_multiply` as it is: one that was a view could not be changed in place.
     """

@@ -42,7 +42,8 @@ def loading(source: str, **of_splits: str) -> Iterator[None]:
             raise _no_room(reason) from error
         if empty := _split_without_rows(reason, error):
             source = of_splits.get(empty, source)
-            raise UsageError(f"{source} has no rows: it has a header but nothing below it, nothing that can be read, or no files.") from error
+            reason = "it has a header but nothing below it, nothing that can be read, or no files"
+            raise UsageError(f"{source} has no rows: {reason}.") from error
         raise UsageError(f"cannot load {file_being_read(reason) or source}: {one_line(reason)}") from error
 
 
