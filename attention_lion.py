@@ -132,7 +132,7 @@ def lion_attention(
 
     output_dtype, weights_dtype = v.dtype, q.dtype
     with _full_precision(q.device.type):
-        dtype = _sum_dtype(q.dtype) if mode == "rnn" else _product_dtype(q, k, v)
+        dtype = _product_dtype(q, k, v)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         log_decay = None if log_decay is None else log_decay.to(_sum_dtype(dtype))
         if key_mask is not None:
@@ -404,9 +404,8 @@ class _MaskFactors(NamedTuple):
 
 def _mask_factors(rightward, leftward, dtype):
     """`_MaskFactors` of gates `(…, length)`, in the dtype of the mask."""
-    length = rightward.shape[-1]
-    size = length if length <= _SMALL_MASK else _MASK_BLOCK
-    rightward, leftward = (_split_blocks(g, -(-length // size), size, -1) for g in (rightward, leftward))
+    blocks = -(-rightward.shape[-1] // _MASK_BLOCK)
+    rightward, leftward = (_split_blocks(g, blocks, _MASK_BLOCK, -1) for g in (rightward, leftward))
     leave, enter, across = _edge_decays(rightward, leftward)
     from_left, from_right = _decays_between(across[0])[0], _decays_between(across[1])[0].mT  # (…, blocks, blocks)
     # Of two blocks one is the earlier: one of the two ways is zero.
@@ -503,15 +502,19 @@ def _parallel_form(q, k, v, gates, scan, scale, diagonal, eps, dropout_p, return
         build = _decay_mask if _is_traced() else _DecayMask.apply
         masks = [build(right, left, q.dtype) for right, left in of_orders]
         return _weigh(q, k, v, _mean_in_token_order(masks, scan), *options)
+    return _weigh_by_tiles(q, k, v, of_orders, scan, *options), None
+
+
+def _weigh_by_tiles(q, k, v, of_orders, scan, *options):
     output, mask = _empty_output(q, v), None
     factors = [_mask_factors(right, left, q.dtype) for right, left in of_orders]
-    varies = gates[0].shape[1] > 1  # within the batch
+    varies = len(factors[0].within) > 1  # within the batch
     for rows in _rows(q):
         if mask is None or varies:
-            masks = [_join_mask(*(x[rows] if varies else x for x in of_order), length) for of_order in factors]
+            masks = [_join_mask(*(x[rows] if varies else x for x in of_order), q.shape[2]) for of_order in factors]
             mask = _mean_in_token_order(masks, scan)
         output[rows], _ = _weigh(*(x[rows].contiguous() for x in (q, k, v)), mask, *options)
-    return output, None
+    return output
 
 
 def _rows(q):

@@ -1,5 +1,6 @@
 """PyTorch LION model."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -39,6 +40,7 @@ SHORTEST_TIME_CONSTANT = 4.0
 TOKENS_AT_ONCE = 2048
 
 # Fewest tokens whose product with a matrix oneDNN computes faster as a convolution, which lays the matrix out anew.
+# Where PyTorch's own products are no slower than oneDNN's, they are faster from here on.
 TOKENS_OF_CONVOLUTION = 1024
 
 # Features below the exponential of this are no smaller: a CPU takes long over the denormal numbers they would become.
@@ -316,13 +318,24 @@ class LionAttention(nn.Module):
 
 
 def _linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A linear layer, `(…, in_features)` to `(…, out_features)`; a CPU computes it by oneDNN.
-
-    In float32 that shares a product out to the cores better than the BLAS to which matrices go otherwise.
-    """
-    if not _suits_onednn(layer, x):
+    """A linear layer, `(…, in_features)` to `(…, out_features)`; a CPU computes it by oneDNN where that is faster."""
+    if not (_is_faster_by_onednn(x) and _suits_onednn(layer, x)):
         return layer(x)
     return _by_rows(_OneDNNLinear.apply if torch.is_grad_enabled() else _multiply, layer, x)
+
+
+def _is_faster_by_onednn(x: torch.Tensor) -> bool:
+    if _is_mkl_slow():
+        return True
+    few = x.shape[:-1].numel() < TOKENS_OF_CONVOLUTION
+    return not torch.is_grad_enabled() and (few or x.dtype != torch.float32)
+
+
+@functools.cache
+def _is_mkl_slow() -> bool:
+    """Whether matrices go to MKL on a processor of AMD's: there oneDNN shares a product out to the cores better."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return torch.backends.mkl.is_available() and "AMD" in capabilities.get("cpu_name", "")
 
 
 def _by_rows(multiply, layer, x, *activation):
@@ -331,7 +344,7 @@ def _by_rows(multiply, layer, x, *activation):
 
 
 def _suits_onednn(layer: nn.Module, x: torch.Tensor) -> bool:
-    """Whether calling the layer is nothing but a product that oneDNN is faster at."""
+    """Whether calling the layer is nothing but a product that oneDNN has."""
     if x.device.type != "cpu" or is_tracing(x) or is_transformed() or _is_watched(layer):
         return False
     return (
@@ -353,10 +366,10 @@ def _multiply(
 ) -> torch.Tensor:
     """Products of rows `(tokens, in_features)`, in new memory that is no view: `(tokens, out_features)` or its pixels.
 
-    By the operations that torch.compile calls, with an activation of theirs in the same pass. oneDNN computes many
-    tokens faster as a convolution over single pixels.
+    By the operations that torch.compile calls, with an activation of theirs in the same pass. On processors where it is
+    faster than MKL, oneDNN computes many tokens still faster as a convolution over single pixels.
     """
-    if len(x) < TOKENS_OF_CONVOLUTION:
+    if len(x) < TOKENS_OF_CONVOLUTION or not _is_mkl_slow():
         return _multiply_by_onednn(x, weight, bias, activation)
     pixels = x.reshape(1, -1, 1, x.shape[1]).permute(0, 3, 1, 2)  # channels last
     geometry = [0, 0], [1, 1], [1, 1], 1  # padding, stride, dilation, groups
@@ -392,7 +405,7 @@ class _OneDNNLinear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         grad = _rows(grad)
-        of_x = of_weight = _multiply_by_torch
+        of_x = of_weight = nn.functional.linear
         # To be differentiated again, or batched as torch.autograd.grad can have it: oneDNN's products are neither.
         if not (torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad)):
             of_x = _multiply_by_onednn
@@ -405,10 +418,6 @@ class _OneDNNLinear(torch.autograd.Function):
                 of_weight(grad.mT, x.mT) if ctx.needs_input_grad[1] else None,
                 grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None,
             )
-
-
-def _multiply_by_torch(x, weight):
-    return x @ weight.mT
 
 
 def _is_watched(*modules: nn.Module) -> bool:
