@@ -49,11 +49,12 @@ _SMALL_MASK = 64
 _MASK_BLOCK = 32
 
 # Blocks whose states meet in one product; longer sequences carry group states between groups of this many blocks.
-_CARRY_GROUP = 16
+_CARRY_GROUP = 32
 
-# A CPU takes this many tokens times heads at a time. What it computes on the way stays in the cache, and is memory
-# that is used again: pages that are new to the process cost several times what is computed in them.
-_TILE = 6 * 1024
+# A CPU takes this many bytes at a time of what has one number for each token of each head. What it computes on the way
+# stays in the cache, and is memory that is used again: pages that are new to the process cost several times what is
+# computed in them.
+_TILE = 24 * 1024
 
 # Values with ones beside them are this much wider: products are faster in whole vectors than with one column more.
 _ONES_WIDTH = 8
@@ -311,12 +312,13 @@ def _gates_in_order(log_decay, scan):
 
 
 def _tiles(q):
-    """Slices of the batch and of the heads that make tiles of about `_TILE` tokens times heads."""
+    """Slices of the batch and of the heads that make tiles of about `_TILE` bytes."""
     batch, heads, length, _ = q.shape
     if q.device.type != "cpu":
         return [(slice(None), slice(None))]
-    some_heads = min(heads, max(1, _TILE // length))
-    rows = max(1, _TILE // (length * heads))
+    most = _TILE // q.element_size()  # tokens times heads
+    some_heads = min(heads, max(1, most // length))
+    rows = max(1, most // (length * heads))
     return [
         (slice(i, i + rows), slice(j, j + some_heads))
         for i in range(0, batch, rows)
@@ -343,8 +345,12 @@ def _exp(log_decay, dtype):
 
     The argument is bounded first: exponentials of infinities and of what underflows are slow as well.
     """
-    bound = _NEGLIGIBLE[dtype]
-    decays = log_decay.to(dtype).clamp(min=bound - 1).exp_()
+    return _exp_(log_decay.to(dtype, copy=True))
+
+
+def _exp_(log_decay):
+    bound = _NEGLIGIBLE[log_decay.dtype]
+    decays = log_decay.clamp_(min=bound - 1).exp_()
     return nn.functional.threshold(decays, math.exp(bound), 0.0, inplace=not torch.is_grad_enabled())
 
 
@@ -362,29 +368,31 @@ def _split_blocks(x, blocks, size, dim):
     return x.unflatten(dim, (blocks, size))
 
 
-class _Decays(NamedTuple):
-    """Decays from and to the edges of blocks of C tokens; `(…)` are the axes of batch and heads.
+class _Walk(NamedTuple):
+    """Decays on a walk through blocks of C tokens to one side; `(…)` are the axes of batch and heads.
 
     Attributes:
-        leave: `(…, blocks, C, 2)`, from a token (own gate included) to the right and to the left edge of its block.
-        enter: `(…, blocks, C, 2)`, from the left and from the right edge to a token (own gate not included).
-        across: logarithms of the decays across each block, to the right and to the left, `(…, blocks)` each.
+        leave: `(…, blocks, C)`, from a token (own gate included) to the edge at which the walk leaves its block.
+        enter: `(…, blocks, C)`, from the edge at which it enters to a token (own gate not included).
+        across: logarithms of the decays across each block, `(…, blocks)`.
+        leftwards: whether the walk goes to the left.
     """
 
     leave: torch.Tensor
     enter: torch.Tensor
-    across: tuple[torch.Tensor, torch.Tensor]
+    across: torch.Tensor
+    leftwards: bool
 
 
-def _edge_decays(rightward, leftward):
-    """`_Decays` of gates `(…, blocks, C)`."""
+def _walks(rightward, leftward):
+    """The walks to the right and to the left through blocks with gates `(…, blocks, C)`."""
     dtype = rightward.dtype
     to_right, before = _cumulative(rightward)
     to_left, _ = _cumulative(leftward)
-    leave = _exp(torch.stack([to_right[..., -1:] - before, to_left], -1), dtype)
-    enter = _exp(torch.stack([before, to_left[..., -1:] - to_left], -1), dtype)
-    across = tuple(total[..., -1].to(dtype).clamp(min=_CLOSED[dtype]) for total in (to_right, to_left))
-    return _Decays(leave, enter, across)
+    across = (sums[..., -1].to(dtype).clamp(min=_CLOSED[dtype]) for sums in (to_right, to_left))
+    edges = (to_right[..., -1:] - before, before), (to_left, to_left[..., -1:] - to_left)
+    edges = ((_exp(leave, dtype), _exp(enter, dtype)) for leave, enter in edges)
+    return [_Walk(*decays, *rest) for decays, *rest in zip(edges, across, (False, True), strict=True)]
 
 
 class _MaskFactors(NamedTuple):
@@ -406,12 +414,12 @@ def _mask_factors(rightward, leftward, dtype):
     """`_MaskFactors` of gates `(…, length)`, in the dtype of the mask."""
     blocks = -(-rightward.shape[-1] // _MASK_BLOCK)
     rightward, leftward = (_split_blocks(g, blocks, _MASK_BLOCK, -1) for g in (rightward, leftward))
-    leave, enter, across = _edge_decays(rightward, leftward)
-    from_left, from_right = _decays_between(across[0])[0], _decays_between(across[1])[0].mT  # (…, blocks, blocks)
+    right, left = _walks(rightward, leftward)
+    from_left, from_right = _decays_between(right.across)[0], _decays_between(left.across)[0].mT  # (…, blocks, blocks)
     # Of two blocks one is the earlier: one of the two ways is zero.
-    enter = enter[..., 0, None] * from_left[..., None, :] + enter[..., 1, None] * from_right[..., None, :]
+    enter = right.enter[..., None] * from_left[..., None, :] + left.enter[..., None] * from_right[..., None, :]
     is_earlier = torch.ones(from_left.shape[-2:], dtype=torch.bool, device=enter.device).tril_()[..., None]
-    leave = torch.where(is_earlier, leave[..., None, :, :, 0], leave[..., None, :, :, 1])
+    leave = torch.where(is_earlier, right.leave[..., None, :, :], left.leave[..., None, :, :])
     return _MaskFactors(*(x.to(dtype) for x in (enter, leave, _decay_mask_of_block(rightward, leftward))))
 
 
@@ -468,7 +476,11 @@ def _decay_mask_of_block(rightward, leftward):
     to_right, to_left = _cumulative(rightward)[1].to(dtype), _cumulative(leftward)[0].to(dtype)
     from_earlier = to_right[..., :, None] - to_right[..., None, :]  # g_j + … + g_{i-1}, of use for j ≤ i
     from_later = to_left[..., None, :] - to_left[..., :, None]  # g_{i+1} + … + g_j, of use for j ≥ i
-    return _exp(from_earlier.tril_().add_(from_later.triu_(1)), dtype)
+    if torch.is_grad_enabled():  # of two that are equal, the least would hand on half a gradient to each
+        from_earlier = from_earlier.tril_().add_(from_later.triu_(1))
+    else:  # where the one is of use, the other is not negative
+        torch.minimum(from_earlier, from_later, out=from_earlier)
+    return _exp_(from_earlier)
 
 
 def _decays_between(across):
@@ -520,7 +532,7 @@ def _weigh_by_tiles(q, k, v, of_orders, scan, *options):
 def _rows(q):
     """Slices of the batch whose matrices of all pairs of tokens make tiles like those of `_tiles`."""
     batch, heads, length, width = q.shape
-    rows = max(1, _TILE * width // (heads * length * length))
+    rows = max(1, _TILE // q.element_size() * width // (heads * length * length))
     return [slice(i, i + rows) for i in range(0, batch, rows)]
 
 
@@ -618,8 +630,7 @@ def _attend(q, k, v, rightward, leftward, options):
         v = _with_ones(v)  # the row sums ride along in the same pass
     sums = None
     for (order, inverse), right, left in zip(orders, rightward, leftward, strict=True):
-        q_n, k_n, v_n, decays, mask = _make_blocks(q, k, v, right, left, order, options)
-        sums_n = _attend_blocks(q_n, k_n, v_n, decays, mask)
+        sums_n = _attend_blocks(*_make_blocks(q, k, v, right, left, order, options))
         sums_n = _in_order(sums_n.flatten(2, 3)[:, :, : q.shape[2]], inverse)
         sums = sums_n if sums is None else sums + sums_n
     if options.eps is None:
@@ -644,7 +655,7 @@ def _in_order(x, order):
 
 
 def _make_blocks(q, k, v, rightward, leftward, order, options):
-    """Queries, keys and values of blocks, `(batch, heads, blocks, C, ·)`, their `_Decays` and their mask of decays."""
+    """Queries, keys and values of blocks, `(batch, heads, blocks, C, ·)`, the walks through them and their mask."""
     length, size = q.shape[2], options.chunk_size
     if not torch.compiler.is_exporting():  # an exported program serves every length, with blocks of one size
         size = min(size, length)
@@ -654,11 +665,11 @@ def _make_blocks(q, k, v, rightward, leftward, order, options):
     mask = _decay_mask(rightward, leftward, rightward.dtype)  # (batch or 1, heads or 1, blocks or 1, C, C)
     if options.diagonal == "doubled":
         mask = mask + torch.eye(size, dtype=mask.dtype, device=mask.device)
-    decays = _edge_decays(rightward, leftward)
+    walks = _walks(rightward, leftward)
     factor = options.scale / len(options.orders())
     if factor != 1.0:  # every way from a query to a key goes once through one of these
-        mask, decays = mask * factor, decays._replace(enter=decays.enter * factor)
-    return q, k, v, decays, mask
+        mask, walks = mask.mul_(factor), [walk._replace(enter=walk.enter * factor) for walk in walks]
+    return q, k, v, walks, mask.to(q.dtype)
 
 
 def _split_gates(gates, blocks, size):
@@ -668,25 +679,25 @@ def _split_gates(gates, blocks, size):
     return _split_blocks(gates, blocks, size, -1)
 
 
-def _attend_blocks(q, k, v, decays, mask):
+def _attend_blocks(q, k, v, walks, mask):
     """Σ_j M_ij (q_i·k_j) v_j of blocks, `(batch, heads, blocks, C, value_dim)`.
 
     Every block (1) attends to itself, both triangles in one score block, (2) sums up what it hands on to its right and
     to its left, (3) receives what the other blocks handed on, (4) lets its queries read that.
     """
-    sums = ((q @ k.mT) * mask).to(v.dtype) @ v
+    sums = ((q @ k.mT) * mask) @ v
     if not torch.compiler.is_exporting() and q.shape[2] == 1:
         return sums
-    handed_on = _both_ways(k, decays.leave).mT @ v  # (batch, heads, blocks, 2 · head_dim, value_dim)
-    received = _carry_both(handed_on, decays.across)
-    q_entering = _both_ways(q, decays.enter)  # (batch, heads, blocks, C, 2 · head_dim)
-    sums.flatten(0, 2).baddbmm_(q_entering.flatten(0, 2), received.flatten(0, 2))
+    for walk in walks:
+        handed_on = _scale_rows(k, walk.leave).mT @ v  # (batch, heads, blocks, head_dim, value_dim)
+        received = _carry_states(handed_on, walk)
+        sums.flatten(0, 2).baddbmm_(_scale_rows(q, walk.enter).flatten(0, 2), received.flatten(0, 2))
     return sums
 
 
-def _both_ways(x, decays):
-    """Keys or queries `(…, C, d)` times the decays of both directions `(…, C, 2)`, side by side: `(…, C, 2 · d)`."""
-    return (x[..., None, :] * decays[..., None].to(x.dtype)).flatten(-2)
+def _scale_rows(x, decays):
+    """Keys, queries or gradients `(…, C, d)` times a decay of each, `(…, C)`."""
+    return x * decays[..., None].to(x.dtype)
 
 
 def _count_blocks(length, size):
@@ -702,23 +713,13 @@ def _count_blocks(length, size):
     return blocks
 
 
-def _carry_both(states, across, transposed=False):
-    """What enters each block from both sides, of what leaves it to both sides.
+def _carry_states(states, walk, transposed=False):
+    """What enters each block on a walk, of what leaves it, `(batch, heads, blocks, head_dim, value_dim)` both.
 
-    Args:
-        states: `(batch, heads, blocks, 2 · head_dim, value_dim)`: to the right, and below it to the left.
-        across: logarithms of the decays across each block, to the right and to the left, `(…, blocks)` each.
-        transposed: Whether to carry gradients back, from what enters to what leaves.
-
-    Returns:
-        The same shape and dtype; sums are float32.
+    `transposed` carries gradients back, from what enters to what leaves.
     """
-    head_dim = states.shape[3] // 2
-    walks = states.to(across[0].dtype).unflatten(3, (2, head_dim)).flatten(4).unbind(3)
-    blocks = states.shape[2]
-    right, left = (log_decay.expand(*log_decay.shape[:-1], blocks) for log_decay in across)
-    walks = [_carry(walks[0], right, transposed), _carry(walks[1], left, not transposed)]
-    return torch.stack(walks, 3).view(states.shape).to(states.dtype)
+    entering = _carry(states.flatten(3), walk.across.expand(*walk.across.shape[:-1], states.shape[2]), walk.leftwards != transposed)
+    return entering.view(states.shape)
 
 
 def _carry(states, across, leftwards):
@@ -744,7 +745,7 @@ def _carry(states, across, leftwards):
 
 
 def _carry_at_once(states, across, leftwards):
-    between = _decays_between(across)[0]
+    between = _decays_between(across)[0].to(states.dtype)
     return (between.mT if leftwards else between) @ states
 
 
@@ -753,11 +754,11 @@ def _carry_in_groups(states, across, leftwards, carry):
     blocks = states.shape[2]
     groups = _count_blocks(blocks, _CARRY_GROUP)
     states, across = _split_blocks(states, groups, _CARRY_GROUP, -2), _split_blocks(across, groups, _CARRY_GROUP, -1)
-    between, enter, leave = _decays_between(across)
+    between, enter, leave = (decays.to(states.dtype) for decays in _decays_between(across))
     if leftwards:
         between, enter, leave = between.mT, leave, enter
-    leaving = (leave[..., None, :] @ states).squeeze(-2)  # (batch, heads, groups, size)
-    from_groups = carry(leaving, across.sum(-1).clamp(min=_CLOSED[across.dtype]), leftwards)
+    leaving = (leave[..., None, :] @ states).squeeze(-2).to(across.dtype)  # (batch, heads, groups, size)
+    from_groups = carry(leaving, across.sum(-1).clamp(min=_CLOSED[across.dtype]), leftwards).to(states.dtype)
     entering = (between @ states).addcmul_(enter[..., None], from_groups[..., None, :])
     return entering.flatten(2, 3)[:, :, :blocks]
 
@@ -809,57 +810,54 @@ def _grad_of_sums(grad, output, row_sums):
     return of_values
 
 
-def _backward_blocks(q, k, v, decays, mask, grad):
+def _backward_blocks(q, k, v, walks, mask, grad):
     """Gradients of `_attend_blocks` by q, k and v, and by the gates to the right and to the left `(…, blocks, C)`."""
     weights = (q @ k.mT) * mask
-    grad_v = weights.to(v.dtype).mT @ grad
+    grad_v = weights.mT @ grad
     grad_scores = grad @ v.mT
     weights = weights * grad_scores  # gradient by the logarithms of the decays in the mask
-    grad_scores = (grad_scores * mask).to(v.dtype)
+    grad_scores = grad_scores * mask
     grad_q, grad_k = grad_scores @ k, grad_scores.mT @ q
-    k_leaving, q_entering = _both_ways(k, decays.leave), _both_ways(q, decays.enter)
-    received = _carry_both(k_leaving.mT @ v, decays.across)
-    grad_handed_on = _carry_both(q_entering.mT @ grad, decays.across, transposed=True)
+    grads = [_backward_walk(q, k, v, walk, grad, grad_q, grad_k, grad_v) for walk in walks]
+    return grad_q, grad_k, grad_v, *_grad_gates(weights, *grads)
+
+
+def _backward_walk(q, k, v, walk, grad, grad_q, grad_k, grad_v):
+    """Adds to the gradients by q, k and v what comes by one walk; returns those by its decays, as a `_Walk`."""
+    k_leaving, q_entering = _scale_rows(k, walk.leave), _scale_rows(q, walk.enter)
+    received = _carry_states(k_leaving.mT @ v, walk)
+    grad_handed_on = _carry_states(q_entering.mT @ grad, walk, transposed=True)
     grad_v.flatten(0, 2).baddbmm_(k_leaving.flatten(0, 2), grad_handed_on.flatten(0, 2))
-    leaving = _backward_both_ways(k, decays.leave, v @ grad_handed_on.mT, grad_k)
-    entering = _backward_both_ways(q, decays.enter, grad @ received.mT, grad_q)
-    across = _grad_across(received, grad_handed_on, decays.across)
-    return grad_q, grad_k, grad_v, *_grad_gates(weights, leaving, entering, across)
+    # Whatever crosses a block is what it would receive; what becomes of it beyond is what it could hand on.
+    crossing = (received * grad_handed_on).sum((-2, -1), dtype=walk.across.dtype)
+    return walk._replace(
+        leave=_backward_scale_rows(k, walk.leave, v @ grad_handed_on.mT, grad_k),
+        enter=_backward_scale_rows(q, walk.enter, grad @ received.mT, grad_q),
+        across=crossing * _exp(walk.across, walk.across.dtype),
+    )
 
 
-def _backward_both_ways(x, decays, grad, grad_x):
-    """Derivative of `_both_ways`: adds that by x to `grad_x`, returns that by the logarithms of the decays."""
-    grad = grad.unflatten(-1, (2, -1))  # (…, C, 2, d)
-    for way in range(2):
-        grad_x.addcmul_(grad[..., way, :], decays[..., way, None].to(x.dtype))
-    return (grad * x[..., None, :]).sum(-1, dtype=decays.dtype) * decays
+def _backward_scale_rows(x, decays, grad, grad_x):
+    """Derivative of `_scale_rows`: adds that by x to `grad_x`, returns that by the logarithms of the decays."""
+    grad_x.addcmul_(grad, decays[..., None].to(x.dtype))
+    return (grad * x).sum(-1, dtype=decays.dtype) * decays
 
 
-def _grad_across(received, grad_handed_on, across):
-    """Gradients by the logarithms of the decays across each block, `(…, blocks)` to the right and to the left.
-
-    Whatever crosses a block is what it would receive; what becomes of it beyond is what it could hand on.
-    """
-    crossing = (received * grad_handed_on).unflatten(-2, (2, -1)).sum((-2, -1), dtype=across[0].dtype)
-    return [crossing[..., way] * _exp(log_decay, log_decay.dtype) for way, log_decay in enumerate(across)]
-
-
-def _grad_gates(mask, leaving, entering, across):
+def _grad_gates(mask, right, left):
     """Gradients by gates, `(…, blocks, C)` to the right and to the left: each is in the sums of all that cross it.
 
     Args:
         mask: gradient by the logarithms of the decays in the mask, `(…, blocks, C, C)`.
-        leaving, entering: by those of the decays from and to the edges, `(…, blocks, C, 2)`.
-        across: by those of the decays across, `(…, blocks)` to the right and to the left.
+        right, left: gradients by the logarithms of the decays of the walks.
     """
     to_right, to_left = _across_tokens(mask)
-    until, _ = _cumulative(to_right + leaving[..., 0])
-    entered, _ = _cumulative(entering[..., 0])
-    right = until + (entered[..., -1:] - entered)
-    _, before = _cumulative(entering[..., 1] - to_left)
-    left_by, left_before = _cumulative(leaving[..., 1])
-    left = before + (left_by[..., -1:] - left_before)
-    return [(x + y[..., None]).to(leaving.dtype) for x, y in zip((right, left), across, strict=True)]
+    until, _ = _cumulative(to_right + right.leave)
+    entered, _ = _cumulative(right.enter)
+    of_right = until + (entered[..., -1:] - entered)
+    _, before = _cumulative(left.enter - to_left)
+    left_by, left_before = _cumulative(left.leave)
+    of_left = before + (left_by[..., -1:] - left_before)
+    return [(x + walk.across[..., None]).to(walk.leave.dtype) for x, walk in ((of_right, right), (of_left, left))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
