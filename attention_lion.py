@@ -88,10 +88,10 @@ def lion_attention(
     """Bidirectional linear attention with decays, the equation at the head of this module.
 
     Everything is computed and accumulated in float32, also under autocast and for half-precision inputs; float64
-    inputs stay float64 throughout. The exception is bfloat16, in the parallel form and, under decays, in the chunk
-    form: gates, and states from block to block, are float32, while factors and results of products, row sums among
-    them, are rounded to bfloat16. All three modes have the same values and the same gradients. (Only the parallel form
-    can be differentiated twice.)
+    inputs stay float64 throughout. The exception is bfloat16, in the parallel and in the chunk form: products sum up in
+    float32, while their factors and results, states of blocks and row sums among them, are rounded to bfloat16; gates,
+    and states beyond some dozens of blocks, are float32. All three modes have the same values and the same gradients.
+    (Only the parallel form can be differentiated twice.)
 
     Args:
         q: Queries after feature map, `(batch, heads, length, head_dim)`.
@@ -867,13 +867,18 @@ def _grad_gates(mask, right, left):
 
 def _undecayed_form(q, k, v, scale, diagonal, eps):
     """The chunk form of what nothing decays in: one state serves every token."""
-    q, k, v, width = _with_float_sums(q, k, v, eps)
+    width = v.shape[3]
+    if eps is not None:
+        v = _with_ones(v)
     return _divide(q @ ((k.mT @ v) * scale), q, k, v, width, scale, diagonal, eps)
 
 
 def _rnn_form(q, k, v, gates, scan, scale, diagonal, eps, chunk_size):
     """Σ_j M_ij (q_i·k_j) v_j by recurrences; several scan orders are walked at once, as if they were heads."""
-    q, k, v, width = _with_float_sums(q, k, v, eps)
+    q, k, v = (x.to(_sum_dtype(x.dtype)) for x in (q, k, v))
+    width = v.shape[3]
+    if eps is not None:
+        v = _with_ones(v)
     q_n, k_n, v_n, rightward, leftward = q, k, v, None, None
     if gates is not None:
         heads = q.shape[1]
@@ -887,16 +892,10 @@ def _rnn_form(q, k, v, gates, scan, scale, diagonal, eps, chunk_size):
     return _divide(sums if scale == 1.0 else sums * scale, q, k, v, width, scale, diagonal, eps)
 
 
-def _with_float_sums(q, k, v, eps):
-    """Queries, keys and values in the dtype of sums, with ones beside the values for row sums; the values' width."""
-    q, k, v = (x.to(_sum_dtype(x.dtype)) for x in (q, k, v))
-    return q, k, v if eps is None else _with_ones(v), v.shape[3]
-
-
 def _divide(sums, q, k, v, width, scale, diagonal, eps):
     if diagonal == "doubled":
         sums = sums + (q * k).sum(-1, keepdim=True) * scale * v
-    return sums if eps is None else sums[..., :width] / (sums[..., width : width + 1] + eps)
+    return sums if eps is None else sums[..., :width] / _row_sums(sums, width, eps)
 
 
 class _Recurrence(torch.autograd.Function):
