@@ -349,8 +349,11 @@ def _exp(log_decay, dtype):
 
 
 def _exp_(log_decay):
-    bound = _NEGLIGIBLE[log_decay.dtype]
-    decays = log_decay.clamp_(min=bound - 1).exp_()
+    return _drop_negligible(log_decay.clamp_(min=_NEGLIGIBLE[log_decay.dtype] - 1).exp_())
+
+
+def _drop_negligible(decays):
+    bound = _NEGLIGIBLE[_sum_dtype(decays.dtype)]
     return nn.functional.threshold(decays, math.exp(bound), 0.0, inplace=not torch.is_grad_enabled())
 
 
@@ -424,7 +427,7 @@ def _mask_factors(rightward, leftward, dtype):
 
 
 def _join_mask(enter, leave, within, length):
-    """M, `(…, length, length)`, of `_MaskFactors`."""
+    """M, `(…, length, length)`, of `_MaskFactors`. Up to three decays are in it: below the negligible it has no zeros."""
     mask = enter[..., None] * leave[..., :, None, :, :]  # (…, blocks, C, blocks, C)
     mask.diagonal(dim1=-4, dim2=-2).copy_(within.movedim(-3, -1))
     return mask.flatten(-2).flatten(-3, -2)[..., :length, :length]
@@ -435,7 +438,7 @@ def _decay_mask(rightward, leftward, dtype):
     length = rightward.shape[-1]
     if length <= _SMALL_MASK:
         return _decay_mask_of_block(rightward, leftward).to(dtype)
-    return _join_mask(*_mask_factors(rightward, leftward, dtype), length)
+    return _drop_negligible(_join_mask(*_mask_factors(rightward, leftward, dtype), length))
 
 
 class _DecayMask(torch.autograd.Function):
@@ -538,7 +541,7 @@ def _rows(q):
 
 def _weigh(q, k, v, mask, scale, diagonal, eps, dropout_p, return_weights):
     """Output, and with `return_weights` the matrix, of all queries at once."""
-    weights = (q * scale) @ k.mT  # (batch, heads, length, length)
+    weights = (q if scale == 1.0 else q * scale) @ k.mT  # (batch, heads, length, length)
     if mask is not None:
         weights = weights * mask
     if diagonal == "doubled":
