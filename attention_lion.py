@@ -721,8 +721,8 @@ def _carry_states(states, walk, transposed=False):
 
     `transposed` carries gradients back, from what enters to what leaves.
     """
-    entering = _carry(states.flatten(3), walk.across.expand(*walk.across.shape[:-1], states.shape[2]), walk.leftwards != transposed)
-    return entering.view(states.shape)
+    across = walk.across.expand(*walk.across.shape[:-1], states.shape[2])
+    return _carry(states.flatten(3), across, walk.leftwards != transposed).view(states.shape)
 
 
 def _carry(states, across, leftwards):

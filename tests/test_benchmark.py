@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training_checks import fails_with
 
-from lion_transformers import LionConfig, LionModel
+from lion_transformers import LionConfig, LionModel, modeling_lion
 from lion_transformers.scripts import benchmark, benchmark_measure, benchmark_report
 from lion_transformers.scripts.arguments import UsageError
 from lion_transformers.scripts.benchmark_cases import ModelCase, OperatorCase, grid_of, naive_recurrence
@@ -377,7 +377,8 @@ def test_linear_layers_computed_as_convolutions_are_products(bias):
 
 
 @pytest.mark.parametrize("length, name", [(20, "_linear_pointwise"), (1100, "_convolution_pointwise")])
-def test_a_model_has_a_product_for_each_linear_layer(length, name):
+def test_a_model_has_a_product_for_each_linear_layer(monkeypatch, length, name):
+    monkeypatch.setattr(modeling_lion, "_is_mkl_slow", lambda: True)
     config = LionConfig(
         vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16,
         decay_type="selective", max_position_embeddings=2048,
@@ -399,8 +400,16 @@ def test_a_model_has_a_product_for_each_linear_layer(length, name):
     assert {length * 8 * 24, length * 8 * 16} <= counted
 
 
-@pytest.mark.parametrize("length, names", [(20, ["_linear_pointwise"]), (1100, ["_linear_pointwise", "mm"])])
-def test_a_training_step_has_two_more_products_for_each_linear_layer(length, names):
+@pytest.mark.parametrize(
+    "is_mkl_slow, length, names",
+    [
+        (True, 20, ["_linear_pointwise"]),
+        (True, 1100, ["_linear_pointwise", "mm"]),
+        (False, 20, ["addmm", "mm"]),
+    ],
+)
+def test_a_training_step_has_two_more_products_for_each_linear_layer(monkeypatch, is_mkl_slow, length, names):
+    monkeypatch.setattr(modeling_lion, "_is_mkl_slow", lambda: is_mkl_slow)
     config = LionConfig(
         vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16,
         decay_type="none", max_position_embeddings=2048,

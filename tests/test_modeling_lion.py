@@ -1231,8 +1231,18 @@ def is_by_onednn(layer, x):
 
 
 ONEDNN = {"_linear_pointwise", "_convolution_pointwise"}
-by_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch is built without oneDNN")
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch is built without oneDNN")
 few_tokens, many_tokens = (2, 3, 24), (2, TOKENS_OF_CONVOLUTION // 2, 24)
+
+
+@pytest.fixture
+def mkl_is_slow(monkeypatch):
+    """As on a processor of AMD's, where oneDNN computes every linear layer."""
+    monkeypatch.setattr(modeling_lion, "_is_mkl_slow", lambda: True)
+
+
+def by_onednn(test):
+    return needs_onednn(pytest.mark.usefixtures("mkl_is_slow")(test))
 
 
 by_onednn_in_each_dtype = pytest.mark.parametrize(
@@ -1319,6 +1329,37 @@ def test_gradients_of_a_linear_layer_are_whole_under_autocast():
     torch.testing.assert_close(layer.weight.grad.double(), expected, rtol=1e-5, atol=1e-4)
 
 
+@needs_onednn
+@pytest.mark.parametrize(
+    "name, is_slow", [("AMD EPYC 7B13", True), ("Intel Xeon", False), ("Neoverse-N1", False), (None, False)]
+)
+def test_mkl_is_slow_on_processors_of_amd(monkeypatch, name, is_slow):
+    modeling_lion._is_mkl_slow.cache_clear()
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {} if name is None else {"cpu_name": name})
+    assert modeling_lion._is_mkl_slow() is is_slow
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    modeling_lion._is_mkl_slow.cache_clear()
+    assert not modeling_lion._is_mkl_slow()
+    modeling_lion._is_mkl_slow.cache_clear()
+
+
+@needs_onednn
+def test_where_mkl_is_fast_onednn_computes_few_tokens_at_inference(monkeypatch):
+    monkeypatch.setattr(modeling_lion, "_is_mkl_slow", lambda: False)
+    layer, few, many = linear_layer(), torch.randn(few_tokens), torch.randn(many_tokens)
+    assert not is_by_onednn(layer, few)  # with gradients
+    with torch.no_grad():
+        assert is_by_onednn(layer, few)
+        assert not is_by_onednn(layer, many)
+        with Recorded() as recorded:
+            modeling_lion._multiply(many[0], layer.weight)
+        assert recorded.counts.keys() & ONEDNN == {"_linear_pointwise"}
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            assert is_by_onednn(linear_layer(torch.bfloat16), many.bfloat16())
+
+
+@pytest.mark.usefixtures("mkl_is_slow")
 def test_linear_layer_is_called_where_calling_it_is_more_than_a_product():
     x = torch.randn(few_tokens)
     assert not is_by_onednn(linear_layer().requires_grad_(False), x.clone().requires_grad_())
@@ -1386,6 +1427,7 @@ class Linear(nn.Module):
         return modeling_lion._linear(self.layer, x)
 
 
+@pytest.mark.usefixtures("mkl_is_slow")
 @pytest.mark.parametrize("kind", ["hook", "pre-hook", "global hook", "forward"])
 def test_who_watches_a_linear_layer_is_called(kind):
     layer, calls = linear_layer(), []
@@ -1404,6 +1446,7 @@ def test_who_watches_a_linear_layer_is_called(kind):
     assert calls == [1]
 
 
+@pytest.mark.usefixtures("mkl_is_slow")
 @pytest.mark.parametrize(
     "register", [nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook]
 )
