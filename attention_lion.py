@@ -88,10 +88,10 @@ def lion_attention(
     """Bidirectional linear attention with decays, the equation at the head of this module.
 
     Everything is computed and accumulated in float32, also under autocast and for half-precision inputs; float64
-    inputs stay float64 throughout. The exception is bfloat16, in the parallel and in the chunk form: products sum up in
-    float32, while their factors and results, states of blocks and row sums among them, are rounded to bfloat16; gates,
-    and states beyond some dozens of blocks, are float32. All three modes have the same values and the same gradients.
-    (Only the parallel form can be differentiated twice.)
+    inputs stay float64 throughout. The exception is bfloat16, in the parallel and in the chunk form: products sum up
+    in float32, while their factors and results, states of blocks and row sums among them, are rounded to bfloat16;
+    gates, and states beyond some dozens of blocks, are float32. All three modes have the same values and the same
+    gradients. (Only the parallel form can be differentiated twice.)
 
     Args:
         q: Queries after feature map, `(batch, heads, length, head_dim)`.
@@ -427,7 +427,7 @@ def _mask_factors(rightward, leftward, dtype):
 
 
 def _join_mask(enter, leave, within, length):
-    """M, `(…, length, length)`, of `_MaskFactors`. Up to three decays are in it: below the negligible it has no zeros."""
+    """M, `(…, length, length)`, of `_MaskFactors`: products of up to three decays, so it can be below the negligible."""
     mask = enter[..., None] * leave[..., :, None, :, :]  # (…, blocks, C, blocks, C)
     mask.diagonal(dim1=-4, dim2=-2).copy_(within.movedim(-3, -1))
     return mask.flatten(-2).flatten(-3, -2)[..., :length, :length]

@@ -368,8 +368,8 @@ def _multiply(
 ) -> torch.Tensor:
     """Products of rows `(tokens, in_features)`, in new memory that is no view: `(tokens, out_features)` or its pixels.
 
-    By the operations that torch.compile calls, with an activation of theirs in the same pass. On processors where it is
-    faster than MKL, oneDNN computes many tokens still faster as a convolution over single pixels.
+    By the operations that torch.compile calls, with an activation of theirs in the same pass. On processors where it
+    is faster than MKL, oneDNN computes many tokens still faster as a convolution over single pixels.
     """
     if len(x) < TOKENS_OF_CONVOLUTION or not _is_mkl_slow():
         return _multiply_by_onednn(x, weight, bias, activation)

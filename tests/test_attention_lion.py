@@ -745,7 +745,7 @@ def test_nothing_passes_through_denormal_numbers_over_scan_orders(mode, decay, s
     assert seen.denormal <= (1e-3 * seen.elements if mode == "rnn" else 0)
 
 
-@pytest.mark.parametrize("strength", [-0.3, -1.4, -5.0])
+@pytest.mark.parametrize("strength", [-0.8, -5.0])
 @pytest.mark.parametrize("mode", ["parallel", "chunk"])
 def test_small_gradients_are_no_denormal_numbers(mode, strength):
     """Those of a loss that is the mean over many tokens are; each decay they meet makes them smaller."""
@@ -794,7 +794,7 @@ def test_memory_and_work_are_linear_in_length_over_scan_orders(mode, decay, trai
         function = functools.partial(lion_attention, normalize=True, **options)
         return record(lambda: with_gradients(function, inputs) if training else function(*inputs))
 
-    short, long = run(320), run(1280)
+    short, long = run(1280), run(5120)  # several groups of blocks both
     assert long.largest <= 4.1 * short.largest
     assert long.elements <= 4.2 * short.elements
 
