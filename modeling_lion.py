@@ -295,13 +295,10 @@ class LionAttention(nn.Module):
         return _linear(self.out_proj, self.norm(output))
 
     def _map_features(self, x, in_place):
-        if self.config.feature_map == "elu":  # exp(x) and x + 1: exp(x) - 1 takes a CPU ten times as long
-            of_negative = x.clamp(LEAST_EXPONENT, 0.0).exp_()  # 1 where x is not negative
-            return of_negative.add_(x.relu_()) if in_place else of_negative + x.relu()
+        if self.config.feature_map == "elu":
+            return _EluPlusOne.apply(x) if _is_plain_graph(x) else _elu_plus_one(x, in_place)
         if self.config.feature_map == "silu":
-            x = nn.functional.silu(x, inplace=in_place).add_(0.5)
-            norm = x.norm(dim=-1, keepdim=True).to(x.dtype)
-            return x / norm if torch.is_grad_enabled() else x.div_(norm)
+            return _UnitSilu.apply(x) if _is_plain_graph(x) else _unit_silu(x, in_place)[0]
         return x
 
     def _log_decay(self, hidden_states, scan):
@@ -317,6 +314,61 @@ class LionAttention(nn.Module):
         if self.config.modality == "image" and self.config.use_cls_token:
             log_decay = nn.functional.pad(log_decay[..., 1:], (1, 0))  # the CLS token is no step of the walk
         return log_decay if scan is None else log_decay.unflatten(1, (-1, self.num_heads)).transpose(0, 1)
+
+
+def _elu_plus_one(x: torch.Tensor, in_place: bool = False) -> torch.Tensor:
+    """exp(x) below 0 and x + 1 above: a CPU takes ten times as long over exp(x) - 1."""
+    of_negative = x.clamp(LEAST_EXPONENT, 0.0).exp_()  # 1 where x is not negative
+    return of_negative.add_(x.relu_()) if in_place else of_negative + x.relu()
+
+
+class _EluPlusOne(torch.autograd.Function):
+    """`_elu_plus_one` with a derivative that its values tell."""
+
+    @staticmethod
+    def forward(ctx, x):
+        output = _elu_plus_one(x)
+        ctx.save_for_backward(output)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        (output,) = ctx.saved_tensors
+        return grad * output.clamp(max=1.0)
+
+
+def _unit_silu(x: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors `(…, head_dim)` of silu(x) + 0.5, divided by their norms, and those norms `(…, 1)`."""
+    x = nn.functional.silu(x, inplace=in_place).add_(0.5)
+    norm = x.norm(dim=-1, keepdim=True).to(x.dtype)
+    return (x / norm if torch.is_grad_enabled() else x.div_(norm)), norm
+
+
+class _UnitSilu(torch.autograd.Function):
+    """`_unit_silu` with a derivative in a third of the passes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        output, norm = _unit_silu(x)
+        ctx.save_for_backward(x, output, norm)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, output, norm = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated again, by way of the norms too
+            return torch.autograd.grad(_unit_silu(x)[0], x, grad, create_graph=True)
+        along = (grad * output).sum(-1, keepdim=True)
+        return torch.ops.aten.silu_backward(torch.addcmul(grad, output, along, value=-1) / norm, x)
+
+
+def _is_plain_graph(x: torch.Tensor) -> bool:
+    """Whether gradients are recorded by autograd alone: no tracer, transform or forward mode is at work."""
+    return torch.is_grad_enabled() and not is_tracing(x) and not is_transformed() and _has_no_tangent(x)
+
+
+def _has_no_tangent(x: torch.Tensor) -> bool:
+    return torch.autograd.forward_ad.unpack_dual(x).tangent is None
 
 
 def _linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -359,7 +411,7 @@ def _suits_onednn(layer: nn.Module, x: torch.Tensor) -> bool:
         and not torch.is_autocast_enabled("cpu")
         # For the gradient of weights inputs have to be kept, which those of a frozen layer are not.
         and (layer.weight.requires_grad or not torch.is_grad_enabled())
-        and torch.autograd.forward_ad.unpack_dual(x).tangent is None  # not differentiated in forward mode
+        and _has_no_tangent(x)
     )
 
 

@@ -1549,6 +1549,21 @@ def test_elu_keeps_its_digits_below_zero(dtype, tolerance):
 
 
 @pytest.mark.parametrize("feature_map", ["elu", "silu"])
+def test_derivatives_of_feature_maps_are_their_own(feature_map):
+    """The first and the second, against finite differences, and the first against that of a transform."""
+    attention = build(LionModel, normalize=True, feature_map=feature_map).layers[0].attention
+    x = torch.randn(1, 2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def map_features(x):
+        return attention._map_features(x, in_place=False)
+
+    assert torch.autograd.gradcheck(map_features, x) and torch.autograd.gradgradcheck(map_features, x)
+    grad = torch.randn(x.shape, dtype=x.dtype)
+    (ours,) = torch.autograd.grad(map_features(x), x, grad)
+    torch.testing.assert_close(ours, torch.func.vjp(map_features, x.detach())[1](grad)[0])
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "silu"])
 def test_feature_map_at_inference_is_that_in_training(feature_map):
     attention = build(LionModel, normalize=True, feature_map=feature_map).layers[0].attention
     x = torch.cat([torch.linspace(-30, 30, 95), torch.zeros(1)]).view(1, 2, 3, 16)
