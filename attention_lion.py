@@ -427,7 +427,7 @@ def _mask_factors(rightward, leftward, dtype):
 
 
 def _join_mask(enter, leave, within, length):
-    """M, `(…, length, length)`, of `_MaskFactors`: products of up to three decays, so it can be below the negligible."""
+    """M, `(…, length, length)`, of `_MaskFactors`: products of up to three decays, some below the negligible."""
     mask = enter[..., None] * leave[..., :, None, :, :]  # (…, blocks, C, blocks, C)
     mask.diagonal(dim1=-4, dim2=-2).copy_(within.movedim(-3, -1))
     return mask.flatten(-2).flatten(-3, -2)[..., :length, :length]

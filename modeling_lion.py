@@ -373,7 +373,7 @@ def _has_no_tangent(x: torch.Tensor) -> bool:
 
 def _linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A linear layer, `(…, in_features)` to `(…, out_features)`; a CPU computes it by oneDNN where that is faster."""
-    if not (_is_faster_by_onednn(x) and _suits_onednn(layer, x)):
+    if not (_suits_onednn(layer, x) and _is_faster_by_onednn(x)):
         return layer(x)
     return _by_rows(_OneDNNLinear.apply if torch.is_grad_enabled() else _multiply, layer, x)
 
