@@ -479,7 +479,7 @@ def _decay_mask_of_block(rightward, leftward):
     to_right, to_left = _cumulative(rightward)[1].to(dtype), _cumulative(leftward)[0].to(dtype)
     from_earlier = to_right[..., :, None] - to_right[..., None, :]  # g_j + … + g_{i-1}, of use for j ≤ i
     from_later = to_left[..., None, :] - to_left[..., :, None]  # g_{i+1} + … + g_j, of use for j ≥ i
-    if torch.is_grad_enabled():  # of two that are equal, the least would hand on half a gradient to each
+    if torch.is_grad_enabled() or _is_traced():  # of two that are equal, the least hands on half a gradient to each
         from_earlier = from_earlier.tril_().add_(from_later.triu_(1))
     else:  # where the one is of use, the other is not negative
         torch.minimum(from_earlier, from_later, out=from_earlier)
@@ -722,7 +722,7 @@ def _carry_states(states, walk, transposed=False):
     `transposed` carries gradients back, from what enters to what leaves.
     """
     across = walk.across.expand(*walk.across.shape[:-1], states.shape[2])
-    return _carry(states.flatten(3), across, walk.leftwards != transposed).view(states.shape)
+    return _carry(states.flatten(3), across, walk.leftwards != transposed).unflatten(3, states.shape[3:])
 
 
 def _carry(states, across, leftwards):
@@ -763,7 +763,7 @@ def _carry_in_groups(states, across, leftwards, carry):
     leaving = (leave[..., None, :] @ states).squeeze(-2).to(across.dtype)  # (batch, heads, groups, size)
     from_groups = carry(leaving, across.sum(-1).clamp(min=_CLOSED[across.dtype]), leftwards).to(states.dtype)
     entering = (between @ states).addcmul_(enter[..., None], from_groups[..., None, :])
-    return entering.flatten(2, 3)[:, :, :blocks]
+    return entering.flatten(2, 3).narrow(2, 0, blocks)  # a slice has a size that tracers do not know to be this
 
 
 def _backward_by_tiles(q, k, v, rightward, leftward, output, row_sums, grad, options):
