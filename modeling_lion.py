@@ -334,7 +334,7 @@ class _EluPlusOne(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (output,) = ctx.saved_tensors
-        return grad * output.clamp(max=1.0)
+        return output.clamp(max=1.0) * grad
 
 
 def _unit_silu(x: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -358,8 +358,9 @@ class _UnitSilu(torch.autograd.Function):
         x, output, norm = ctx.saved_tensors
         if torch.is_grad_enabled():  # to be differentiated again, by way of the norms too
             return torch.autograd.grad(_unit_silu(x)[0], x, grad, create_graph=True)
-        along = (grad * output).sum(-1, keepdim=True)
-        return torch.ops.aten.silu_backward(torch.addcmul(grad, output, along, value=-1) / norm, x)
+        # Results are laid out as the first factor is: as the projection's are, not as those of the operator.
+        across = (output * (output * grad).sum(-1, keepdim=True)).neg_().add_(grad).div_(norm)
+        return torch.ops.aten.silu_backward(across, x)
 
 
 def _is_plain_graph(x: torch.Tensor) -> bool:
